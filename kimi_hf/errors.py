@@ -30,3 +30,7 @@ class BackendError(KimiHfError):
 
 class ChatError(KimiHfError):
     """A conversation, tool call or completion cannot be rendered or parsed."""
+
+
+class MediaError(KimiHfError):
+    """An image cannot be read, is too large, or does not fit the text that names it."""
