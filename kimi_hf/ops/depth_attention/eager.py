@@ -1,0 +1,131 @@
+"""Attention over depth in plain PyTorch: the bank is read in place, piece by piece, and the backward recomputes.
+
+Saved for the backward: references to the bank, the prefix, `inv_rms` and the weight, and the probabilities, scores and
+prefix statistics of shape [M+1, B, T]. Nothing of shape (tokens, M+1, D) is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kimi_hf.ops import checks
+from kimi_hf.ops.depth_attention.reference import depth_attention_reference, inverse_rms_reference
+
+# Elements of one source in a piece: M + 1 fp32 pieces of 128 KiB stay in the second-level cache between the
+# product that scores them and the one that mixes them.
+PIECE = 1 << 15
+
+
+def depth_attention_eager(
+    bank: Sequence[Tensor] | Tensor, inv_rms: Tensor, prefix: Tensor, weight: Tensor, *, eps: float
+) -> Tensor:
+    """See `kimi_hf.ops.depth_attention.depth_attention`."""
+    if torch.compiler.is_compiling():
+        return depth_attention_reference(bank, inv_rms, prefix, weight, eps=eps)
+    if isinstance(bank, Tensor):
+        bank = bank.unbind(0)
+    return _DepthAttention.apply(inv_rms, weight, eps, prefix, *bank)
+
+
+def inverse_rms_eager(x: Tensor, eps: float) -> Tensor:
+    """See `kimi_hf.ops.depth_attention.inverse_rms`."""
+    if torch.compiler.is_compiling():
+        return inverse_rms_reference(x, eps)
+    return _InverseRms.apply(x, eps)
+
+
+class _DepthAttention(torch.autograd.Function):
+    """Sources in the order bank[0] .. bank[M-1], prefix; `flat` tensors are [tokens, D] views."""
+
+    @staticmethod
+    def forward(ctx, inv_rms: Tensor, weight: Tensor, eps: float, prefix: Tensor, *bank: Tensor) -> Tensor:
+        dtype = checks.compute_dtype(prefix.dtype)
+        wide_weight = weight.to(dtype)
+        tokens = prefix.shape[0] * prefix.shape[1]
+        # [M+1, tokens]; the last row of `inverse` is the prefix's, filled below
+        inverse = torch.empty(len(bank) + 1, tokens, dtype=dtype, device=prefix.device)
+        inverse[:-1] = inv_rms.reshape(len(bank), tokens)
+        dots, probabilities = torch.empty_like(inverse), torch.empty_like(inverse)
+        out = torch.empty(prefix.shape, dtype=prefix.dtype, device=prefix.device)
+        flat_out = out.view(tokens, -1)
+        for piece, sources in _pieces((*bank, prefix)):
+            wide = [source.to(dtype) for source in sources]
+            inverse[-1, piece] = _inverse_rms(wide[-1], eps)
+            for j, v in enumerate(wide):
+                torch.mv(v, wide_weight, out=dots[j, piece])
+            probabilities[:, piece] = torch.softmax(dots[:, piece] * inverse[:, piece], dim=0)
+            mixed = wide[0] * probabilities[0, piece, None]
+            for j, v in enumerate(wide[1:], start=1):
+                mixed.addcmul_(v, probabilities[j, piece, None])
+            flat_out[piece] = mixed
+        ctx.save_for_backward(weight, prefix, *bank, inverse, dots, probabilities)
+        ctx.inv_rms_dtype = inv_rms.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        weight, prefix, *bank, inverse, dots, probabilities = ctx.saved_tensors
+        dtype = inverse.dtype
+        wide_weight = weight.to(dtype)
+        sources = (*bank, prefix)
+        d_sources = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in sources]
+        flat_d_sources = [d.view(-1, prefix.shape[-1]) for d in d_sources]
+        d_inverse = torch.empty_like(inverse)
+        d_weight = torch.zeros_like(wide_weight)
+        for piece, (d, *pieces) in _pieces((grad, *sources)):
+            d = d.to(dtype)
+            wide = [source.to(dtype) for source in pieces]
+            p, r, s = probabilities[:, piece], inverse[:, piece], dots[:, piece]
+            d_p = torch.stack([torch.linalg.vecdot(v, d) for v in wide])
+            d_score = p * (d_p - (p * d_p).sum(0))  # softmax, [M+1, piece]
+            d_dot = d_score * r
+            d_inverse[:, piece] = d_score * s
+            # the prefix's own statistic: d(1/rms)/dx = -(1/rms)^3 x / D
+            own = d_inverse[-1, piece] * r[-1] ** 3 / -prefix.shape[-1]
+            for j, v in enumerate(wide):
+                d_weight += d_dot[j] @ v
+                d_v = torch.addcmul(d_dot[j, :, None] * wide_weight, d, p[j, :, None])
+                if j == len(bank):
+                    d_v.addcmul_(v, own[:, None])
+                flat_d_sources[j][piece] = d_v
+        d_inv_rms = d_inverse[:-1].view(len(bank), *prefix.shape[:2]).to(ctx.inv_rms_dtype)
+        return d_inv_rms, d_weight.to(weight.dtype), None, d_sources[-1], *d_sources[:-1]
+
+
+class _InverseRms(torch.autograd.Function):
+    """Saves a reference to x and the result; works in pieces so that no wide copy of x is made."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> Tensor:
+        inverse = torch.empty(x.shape[:-1], dtype=checks.compute_dtype(x.dtype), device=x.device)
+        flat = inverse.view(-1)
+        for piece, (rows,) in _pieces((x,)):
+            flat[piece] = _inverse_rms(rows.to(inverse.dtype), eps)
+        ctx.save_for_backward(x, inverse)
+        return inverse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, inverse = ctx.saved_tensors
+        factor = grad * inverse**3 / -x.shape[-1]
+        return (x * factor.unsqueeze(-1)).to(x.dtype), None
+
+
+def _inverse_rms(wide: Tensor, eps: float) -> Tensor:
+    return torch.linalg.vecdot(wide, wide).div_(wide.shape[-1]).add_(eps).rsqrt_()
+
+
+def _pieces(tensors: Sequence[Tensor]):
+    """(slice, [rows of each tensor]) over tokens, about PIECE elements of each tensor at a time."""
+    width = tensors[0].shape[-1]
+    flat = [tensor.reshape(-1, width) for tensor in tensors]
+    step = max(1, PIECE // width)
+    for start in range(0, flat[0].shape[0], step):
+        piece = slice(start, start + step)
+        yield piece, [rows[piece] for rows in flat]
