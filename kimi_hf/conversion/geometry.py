@@ -1,0 +1,257 @@
+"""The numbers of a configuration that decide tensor names and shapes, read from plain JSON.
+
+The tools of this folder open checkpoints that other programs wrote, so they read config.json as it is and take the
+released defaults for absent fields; they never build a model or its configuration class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kimi_hf.errors import CheckpointError, ConfigError
+
+PACKED_FORMAT = "mxfp4-pack-quantized"
+_DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16", "float64": "F64"}
+
+
+def load_config(folder: str | Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder (or the JSON file itself) as a dict.
+
+    Raises: CheckpointError if it is absent, unreadable, or not a JSON object.
+    """
+    path = Path(folder)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is absent; a checkpoint folder needs its config.json") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); restore the file") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(config).__name__}, expected an object")
+    return config
+
+
+def as_dict(config: Mapping[str, Any] | Any) -> Mapping[str, Any]:
+    """A configuration object's released form, or the mapping itself."""
+    if isinstance(config, Mapping):
+        return config
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
+    raise ConfigError(f"config is a {type(config).__name__}; expected a dict or a configuration object")
+
+
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text part: `text_config` of a composite config, else the config itself."""
+    section = config.get("text_config")
+    return section if isinstance(section, Mapping) else config
+
+
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization_config, wherever it stands (text_config in the release, top level in re-exports)."""
+    for holder in (text_section(config), config):
+        section = holder.get("quantization_config")
+        if section:
+            return section
+    return None
+
+
+def is_packed(config: Mapping[str, Any]) -> bool:
+    """Whether the config says that routed experts are MXFP4."""
+    section = quantization_section(config)
+    if section is None:
+        return False
+    released = section.get("released", section)
+    return isinstance(released, Mapping) and released.get("format") == PACKED_FORMAT
+
+
+@dataclass(frozen=True)
+class TextGeometry:
+    """Sizes and switches of the decoder; layer indices are 0-based, `kda_layers` a set of them."""
+
+    composite: bool
+    packed: bool
+    dtype: str
+    vocab_size: int
+    hidden: int
+    num_layers: int
+    intermediate: int
+    num_heads: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    mla_gate: bool
+    kda_layers: frozenset[int]
+    kda_heads: int
+    kda_head_dim: int
+    conv_width: int
+    full_rank_gate: bool
+    bounded_gate: bool
+    num_experts: int
+    moe_intermediate: int
+    num_shared: int
+    latent: int
+    latent_norm: bool
+    first_dense: int
+    moe_freq: int
+    attn_res: bool
+    tied: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | Any) -> TextGeometry:
+        """Read the text part of a config.
+
+        Raises: ConfigError naming the absent or contradictory field.
+        """
+        full = as_dict(config)
+        text = text_section(full)
+        linear = text.get("linear_attn_config") or {}
+        layers = _need(text, "num_hidden_layers")
+        experts = text.get("num_experts") or 0
+        has_kda = bool(kda := kda_layers(text))
+        return cls(
+            composite=isinstance(full.get("text_config"), Mapping),
+            packed=is_packed(full),
+            dtype=_dtype(text, full),
+            vocab_size=_need(text, "vocab_size"),
+            hidden=_need(text, "hidden_size"),
+            num_layers=layers,
+            intermediate=_need(text, "intermediate_size"),
+            num_heads=_need(text, "num_attention_heads"),
+            q_rank=text.get("q_lora_rank") or 0,
+            kv_rank=_need(text, "kv_lora_rank") if len(kda) < layers else 0,
+            nope_dim=_need(text, "qk_nope_head_dim") if len(kda) < layers else 0,
+            rope_dim=text.get("qk_rope_head_dim") or 0,
+            v_dim=_need(text, "v_head_dim") if len(kda) < layers else 0,
+            mla_gate=bool(text.get("mla_use_output_gate")),
+            kda_layers=kda,
+            kda_heads=_need(linear, "num_heads", "linear_attn_config.") if has_kda else 0,
+            kda_head_dim=_need(linear, "head_dim", "linear_attn_config.") if has_kda else 0,
+            conv_width=linear.get("short_conv_kernel_size") or 4,
+            full_rank_gate=bool(linear.get("use_full_rank_gate")),
+            bounded_gate=linear.get("gate_lower_bound") is not None,
+            num_experts=experts,
+            moe_intermediate=_need(text, "moe_intermediate_size") if experts else 0,
+            num_shared=text.get("num_shared_experts") or 0,
+            latent=text.get("routed_expert_hidden_size") or 0,
+            latent_norm=bool(text.get("latent_moe_use_norm")),
+            first_dense=text.get("first_k_dense_replace") or 0,
+            moe_freq=text.get("moe_layer_freq") or 1,
+            attn_res=bool(text.get("attn_res_block_size")),
+            tied=bool(text.get("tie_word_embeddings", full.get("tie_word_embeddings", False))),
+        )
+
+    def is_moe(self, layer: int) -> bool:
+        return bool(self.num_experts) and layer >= self.first_dense and layer % self.moe_freq == 0
+
+    @property
+    def expert_width(self) -> int:
+        """Z, the width that routed experts read and write."""
+        return self.latent or self.hidden
+
+    @property
+    def stored_decay_shape(self) -> tuple[int, ...]:
+        """Shape of `A_log` in the files: padded to head_dim in K3, (1, 1, H, 1) in Kimi-Linear."""
+        if not self.bounded_gate:
+            return (1, 1, self.kda_heads, 1)
+        return (max(self.kda_heads, self.kda_head_dim),)
+
+    @property
+    def decay_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Every shape of `A_log` that is read: the two released ones and the bare (H,)."""
+        heads = self.kda_heads
+        return ((heads,), (max(heads, self.kda_head_dim),), (1, 1, heads, 1))
+
+
+@dataclass(frozen=True)
+class VisionGeometry:
+    """Sizes of the vision tower and the projector."""
+
+    dtype: str
+    hidden: int
+    num_layers: int
+    qkv: int
+    intermediate: int
+    patch: int
+    pos_height: int
+    pos_width: int
+    merge: int
+    mm_hidden: int
+    text_hidden: int
+    attn_bias: bool
+    linear_bias: bool
+    patch_bias: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | Any) -> VisionGeometry | None:
+        """Read `vision_config` of a composite config; None if there is none."""
+        full = as_dict(config)
+        vision = full.get("vision_config")
+        if not isinstance(vision, Mapping):
+            return None
+        where = "vision_config."
+        hidden = _need(vision, "vt_hidden_size", where)
+        height, width = vision.get("merge_kernel_size") or (2, 2)
+        return cls(
+            dtype=_dtype(vision, full),
+            hidden=hidden,
+            num_layers=_need(vision, "vt_num_hidden_layers", where),
+            qkv=vision.get("qkv_hidden_size") or hidden,
+            intermediate=_need(vision, "vt_intermediate_size", where),
+            patch=vision.get("patch_size") or 14,
+            pos_height=vision.get("init_pos_emb_height") or 64,
+            pos_width=vision.get("init_pos_emb_width") or 64,
+            merge=height * width,
+            mm_hidden=vision.get("mm_hidden_size") or hidden,
+            text_hidden=vision.get("text_hidden_size") or _need(text_section(full), "hidden_size"),
+            attn_bias=bool(vision.get("attn_bias")),
+            linear_bias=bool(vision.get("linear_bias")),
+            patch_bias=bool(vision.get("patch_embed_proj_bias")),
+        )
+
+
+def kda_layers(text: Mapping[str, Any]) -> frozenset[int]:
+    """0-based indices of the KDA layers, from the 1-based lists of `linear_attn_config`.
+
+    Without lists every fourth layer counted from 1, and the last one, is full attention.
+
+    Raises: ConfigError if the lists name a layer twice, or one that does not exist.
+    """
+    layers = _need(text, "num_hidden_layers")
+    linear = text.get("linear_attn_config") or {}
+    listed, full = linear.get("kda_layers"), linear.get("full_attn_layers")
+    if listed is None and full is None:
+        return frozenset(i for i in range(layers) if (i + 1) % 4 and i != layers - 1)
+    if listed is None:
+        listed = [n for n in range(1, layers + 1) if n not in set(full)]
+    wrong = [n for n in listed if not 1 <= n <= layers]
+    if wrong or len(set(listed)) != len(listed) or (full is not None and set(listed) & set(full)):
+        raise ConfigError(
+            f"linear_attn_config.kda_layers is {list(listed)} and full_attn_layers {full}: every layer number from 1 "
+            f"to num_hidden_layers={layers} may appear once; the lists count from 1"
+        )
+    return frozenset(n - 1 for n in listed)
+
+
+def _need(section: Mapping[str, Any], field: str, where: str = "") -> int:
+    value = section.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{where}{field} is {value!r}; expected a positive integer")
+    return value
+
+
+def _dtype(section: Mapping[str, Any], full: Mapping[str, Any]) -> str:
+    for holder in (section, full):
+        value = holder.get("dtype", holder.get("torch_dtype"))
+        if value is not None:
+            name = str(value).removeprefix("torch.")
+            if name not in _DTYPES:
+                raise ConfigError(f"dtype is {value!r}; expected one of {', '.join(_DTYPES)}")
+            return _DTYPES[name]
+    return "BF16"
