@@ -1,0 +1,69 @@
+"""Where the released `quantization_config` goes while a model is in memory, and back.
+
+The release keeps a compressed-tensors block inside `text_config`. transformers would hand that block to a quantizer
+that cannot read packed experts, so a config that finds the MXFP4 format routes it to our own quantizer by name and
+carries the released block inside; writing the config puts the released block back, unchanged.
+"""
+
+import copy
+from typing import Any
+
+from ..errors import ConfigError
+
+RELEASED_METHOD = "compressed-tensors"
+RELEASED_FORMAT = "mxfp4-pack-quantized"
+QUANT_METHOD = "kimi_mxfp4"
+GROUP_SIZE = 32
+
+
+def is_released_mxfp4(block: Any) -> bool:
+    """Whether a `quantization_config` block is the released MXFP4 format."""
+    return (
+        isinstance(block, dict) and block.get("quant_method") == RELEASED_METHOD and _format(block) == RELEASED_FORMAT
+    )
+
+
+def route(block: Any) -> Any:
+    """The block our quantizer reads, for a block as released; every other block is returned as it is.
+
+    Raises:
+        ConfigError: compressed-tensors in another format than MXFP4, or MXFP4 with other groups than 32.
+    """
+    if not isinstance(block, dict) or block.get("quant_method") != RELEASED_METHOD:
+        return block
+    if _format(block) != RELEASED_FORMAT:
+        raise ConfigError(
+            f"quantization_config.format is {_format(block)!r}; of compressed-tensors only {RELEASED_FORMAT!r} can be "
+            "read here. Convert the checkpoint to plain bf16 or to that format first"
+        )
+    for name, group in (block.get("config_groups") or {}).items():
+        weights = group.get("weights") or {}
+        found = (weights.get("num_bits", 4), weights.get("type", "float"), weights.get("group_size", GROUP_SIZE))
+        if found != (4, "float", GROUP_SIZE):
+            raise ConfigError(
+                f"quantization_config.config_groups.{name}.weights asks for num_bits, type, group_size = {found}; "
+                f"MXFP4 is (4, 'float', {GROUP_SIZE})"
+            )
+        if group.get("input_activations") is not None:
+            raise ConfigError(
+                f"quantization_config.config_groups.{name}.input_activations must be null: activations stay in the "
+                "model's own dtype"
+            )
+    return {"quant_method": QUANT_METHOD, "released": copy.deepcopy(block)}
+
+
+def released(block: Any) -> Any:
+    """The block as released, for a block as `route` made it; every other block is returned as it is."""
+    if not isinstance(block, dict) and hasattr(block, "to_dict"):
+        block = block.to_dict()
+    if isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD and block.get("released"):
+        return copy.deepcopy(block["released"])
+    return block
+
+
+def _format(block: dict) -> str | None:
+    """The packing format: named at the top, or by the groups when they agree."""
+    if block.get("format"):
+        return block["format"]
+    formats = {group.get("format") for group in (block.get("config_groups") or {}).values()}
+    return formats.pop() if len(formats) == 1 else None
