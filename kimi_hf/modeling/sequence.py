@@ -196,7 +196,7 @@ def _full_mask(mask: Tensor | None, cache, past: int | Tensor, batch: int, lengt
         elif mask is not None:
             mask = mask[:, -(past + length) :]
     if remembers:
-        cache.padding_mask = None if mask is None else mask.bool()
+        cache.remember_padding(mask)
     return mask
 
 

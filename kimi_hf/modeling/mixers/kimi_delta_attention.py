@@ -1,0 +1,176 @@
+"""Kimi Delta Attention: a fixed-size memory per head, edited by the delta rule, forgetting per channel.
+
+Source: Kimi Linear (arXiv 2510.26692); Kimi K3 release, `KimiDeltaAttention`; kimi_k3.md 3.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.kda import kda
+from ..cache import recurrent_layer
+from ..norms import KimiGatedRMSNorm
+from ..sequence import MaskInfo, PaddedRows, SequenceLayout
+from .short_convolution import ShortConvolution
+
+
+@dataclass
+class DeltaInputs:
+    """What the recurrence consumes, token by token: raw projections, all (B, T, C) in token order.
+
+    Attributes:
+        q, k, v: (B, T, P), before the convolution. g: (B, T, P) decay logits. beta: (B, T, H) write logits.
+        real: (B, T) bool, or None when no token is padding.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    real: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.g, self.beta
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[1]
+
+    def slice(self, start: int, stop: int) -> "DeltaInputs":
+        """Tokens start..stop."""
+        real = None if self.real is None else self.real[:, start:stop]
+        return DeltaInputs(*(x[:, start:stop] for x in self.tensors()), real)
+
+    def after(self, earlier: "DeltaInputs") -> "DeltaInputs":
+        """`earlier`'s tokens followed by these."""
+        real = None
+        if self.real is not None or earlier.real is not None:
+            parts = [
+                x.q.new_ones(x.q.shape[:2], dtype=torch.bool) if x.real is None else x.real for x in (earlier, self)
+            ]
+            real = torch.cat(parts, dim=1)
+        return DeltaInputs(*(torch.cat(p, dim=1) for p in zip(earlier.tensors(), self.tensors(), strict=True)), real)
+
+    def map(self, function) -> "DeltaInputs":
+        """`function` applied to every tensor, the mask included."""
+        real = None if self.real is None else function(self.real)
+        return DeltaInputs(*(function(x) for x in self.tensors()), real)
+
+
+class KimiDeltaAttention(nn.Module):
+    """KDA with either decay gate (softplus, or bounded by `gate_lower_bound`) and either output gate.
+
+    H heads of K = V channels, P = H K. The state S (B, H, K, V) is fp32 whatever the activations are.
+
+    Args:
+        config: a `KimiLinearConfig`.
+        layer_idx: 0-based, the cache layer this mixer owns.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        linear = config.linear_attn_config
+        self.layer_idx = layer_idx
+        self.num_heads, self.head_dim = linear["num_heads"], linear["head_dim"]
+        self.conv_size = linear["short_conv_kernel_size"]
+        self.lower_bound = linear.get("gate_lower_bound")
+        width, inner = config.hidden_size, self.num_heads * self.head_dim
+
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        self.k_proj = nn.Linear(width, inner, bias=False)
+        self.v_proj = nn.Linear(width, inner, bias=False)
+        self.q_conv1d = ShortConvolution(inner, self.conv_size)
+        self.k_conv1d = ShortConvolution(inner, self.conv_size)
+        self.v_conv1d = ShortConvolution(inner, self.conv_size)
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(inner))
+        self.f_a_proj = nn.Linear(width, self.head_dim, bias=False)
+        self.f_b_proj = nn.Linear(self.head_dim, inner, bias=False)
+        self.b_proj = nn.Linear(width, self.num_heads, bias=False)
+        self.full_rank_gate = bool(linear.get("use_full_rank_gate"))
+        if self.full_rank_gate:
+            self.g_proj = nn.Linear(width, inner, bias=False)
+        else:
+            self.g_a_proj = nn.Linear(width, self.head_dim, bias=False)
+            self.g_b_proj = nn.Linear(self.head_dim, inner, bias=False)
+        self.o_norm = KimiGatedRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, mask_info: MaskInfo | None = None, past_key_values=None, **kwargs
+    ) -> tuple[Tensor, None]:
+        """(B, T, D) -> (B, T, D), None. Continues from the cache's state and window, and leaves the new ones there."""
+        layout = None if mask_info is None else mask_info.layout
+        inputs = DeltaInputs(
+            self.q_proj(hidden_states),
+            self.k_proj(hidden_states),
+            self.v_proj(hidden_states),
+            self.f_b_proj(self.f_a_proj(hidden_states)),
+            self.b_proj(hidden_states),
+            layout.real if isinstance(layout, PaddedRows) else None,
+        )
+        layer = recurrent_layer(past_key_values, self.layer_idx)
+        if layer is None:
+            mixed, _, _ = self.advance(inputs, None, None, layout, keep=False)
+        else:
+            mixed = layer.run(inputs, self.advance, layout)
+        gate = self.g_proj(hidden_states) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
+        heads = (*hidden_states.shape[:2], self.num_heads, self.head_dim)
+        mixed = self.o_norm(mixed.view(heads), gate.view(heads))
+        return self.o_proj(mixed.flatten(2)), None
+
+    def advance(
+        self,
+        inputs: DeltaInputs,
+        window: Tensor | None,
+        state: Tensor | None,
+        layout: SequenceLayout | None,
+        keep: bool,
+        inplace: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run the recurrence over `inputs`.
+
+        Args:
+            window: (B, 3P, W) earlier raw inputs of the three convolutions [q; k; v], or None.
+            state: (B, H, K, V) fp32, or None.
+            layout: where sequences begin and which tokens are padding.
+            keep: also return the window and state after the last token.
+            inplace: write the new state over `state` (no gradients).
+        Returns:
+            o (B, T, P); window and state, or None.
+        """
+        raw = list(inputs.tensors())
+        cu_seqlens = None
+        if layout is not None:
+            raw = [layout.pack(x) for x in raw]
+            raw[3], raw[4] = layout.shut(raw[3]), layout.shut(raw[4])
+            cu_seqlens = layout.cu_seqlens
+        ragged = isinstance(layout, PaddedRows)
+        windows = (None, None, None) if window is None else window.chunk(3, dim=1)
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        mixed, kept = [], []
+        for conv, x, before in zip(convs, raw[:3], windows, strict=True):
+            y, after = conv(x, before, cu_seqlens, keep and not ragged)
+            mixed.append(y.unflatten(-1, (self.num_heads, self.head_dim)))
+            kept.append(layout.last_inputs(before, x, self.conv_size) if keep and ragged else after)
+        q, k, v = mixed
+        o, state = kda(
+            q,
+            k,
+            v,
+            raw[3].unflatten(-1, (self.num_heads, self.head_dim)),
+            raw[4],
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            lower_bound=self.lower_bound,
+            initial_state=state,
+            output_final_state=keep,
+            cu_seqlens=cu_seqlens,
+            inplace_state=inplace and state is not None,
+        )
+        o = o.flatten(2)
+        if layout is not None:
+            o = layout.unpack(o)
+        return o, torch.cat(kept, dim=1) if keep else None, state if keep else None
