@@ -15,6 +15,37 @@ from typing import Any
 from kimi_hf.errors import CheckpointError, ConfigError
 
 PACKED_FORMAT = "mxfp4-pack-quantized"
+# The released classes' own defaults, for fields that a config.json leaves out.
+TEXT_DEFAULTS = {
+    "vocab_size": 163840,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+}
+VISION_DEFAULTS = {
+    "vt_hidden_size": 1024,
+    "vt_num_hidden_layers": 27,
+    "qkv_hidden_size": 1536,
+    "vt_intermediate_size": 4096,
+    "patch_size": 14,
+    "init_pos_emb_height": 64,
+    "init_pos_emb_width": 64,
+    "mm_hidden_size": 1024,
+    "text_hidden_size": 7168,
+}
+_ALIASES = {"num_experts": "num_local_experts", "num_shared_experts": "n_shared_experts"}
+_NATIVE_LINEAR = {
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
 _DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16", "float64": "F64"}
 
 
@@ -111,10 +142,10 @@ class TextGeometry:
         """
         full = as_dict(config)
         text = text_section(full)
-        linear = text.get("linear_attn_config") or {}
+        linear = {"num_heads": text.get("num_attention_heads"), "head_dim": 128, **linear_section(text)}
         layers = _need(text, "num_hidden_layers")
-        experts = text.get("num_experts") or 0
-        has_kda = bool(kda := kda_layers(text))
+        experts = _optional(text, "num_experts")
+        kda = kda_layers(text)
         return cls(
             composite=isinstance(full.get("text_config"), Mapping),
             packed=is_packed(full),
@@ -124,22 +155,22 @@ class TextGeometry:
             num_layers=layers,
             intermediate=_need(text, "intermediate_size"),
             num_heads=_need(text, "num_attention_heads"),
-            q_rank=text.get("q_lora_rank") or 0,
-            kv_rank=_need(text, "kv_lora_rank") if len(kda) < layers else 0,
-            nope_dim=_need(text, "qk_nope_head_dim") if len(kda) < layers else 0,
-            rope_dim=text.get("qk_rope_head_dim") or 0,
-            v_dim=_need(text, "v_head_dim") if len(kda) < layers else 0,
+            q_rank=_optional(text, "q_lora_rank"),
+            kv_rank=_need(text, "kv_lora_rank"),
+            nope_dim=_need(text, "qk_nope_head_dim"),
+            rope_dim=text.get("qk_rope_head_dim", TEXT_DEFAULTS["qk_rope_head_dim"]) or 0,
+            v_dim=_need(text, "v_head_dim"),
             mla_gate=bool(text.get("mla_use_output_gate")),
             kda_layers=kda,
-            kda_heads=_need(linear, "num_heads", "linear_attn_config.") if has_kda else 0,
-            kda_head_dim=_need(linear, "head_dim", "linear_attn_config.") if has_kda else 0,
+            kda_heads=_need(linear, "num_heads", "linear_attn_config.") if kda else 0,
+            kda_head_dim=_need(linear, "head_dim", "linear_attn_config.") if kda else 0,
             conv_width=linear.get("short_conv_kernel_size") or 4,
             full_rank_gate=bool(linear.get("use_full_rank_gate")),
             bounded_gate=linear.get("gate_lower_bound") is not None,
             num_experts=experts,
             moe_intermediate=_need(text, "moe_intermediate_size") if experts else 0,
-            num_shared=text.get("num_shared_experts") or 0,
-            latent=text.get("routed_expert_hidden_size") or 0,
+            num_shared=_optional(text, "num_shared_experts"),
+            latent=_optional(text, "routed_expert_hidden_size"),
             latent_norm=bool(text.get("latent_moe_use_norm")),
             first_dense=text.get("first_k_dense_replace") or 0,
             moe_freq=text.get("moe_layer_freq") or 1,
@@ -195,25 +226,36 @@ class VisionGeometry:
         vision = full.get("vision_config")
         if not isinstance(vision, Mapping):
             return None
-        where = "vision_config."
-        hidden = _need(vision, "vt_hidden_size", where)
         height, width = vision.get("merge_kernel_size") or (2, 2)
+        sizes = {name: _need(vision, name, "vision_config.", VISION_DEFAULTS) for name in VISION_DEFAULTS}
         return cls(
             dtype=_dtype(vision, full),
-            hidden=hidden,
-            num_layers=_need(vision, "vt_num_hidden_layers", where),
-            qkv=vision.get("qkv_hidden_size") or hidden,
-            intermediate=_need(vision, "vt_intermediate_size", where),
-            patch=vision.get("patch_size") or 14,
-            pos_height=vision.get("init_pos_emb_height") or 64,
-            pos_width=vision.get("init_pos_emb_width") or 64,
+            hidden=sizes["vt_hidden_size"],
+            num_layers=sizes["vt_num_hidden_layers"],
+            qkv=sizes["qkv_hidden_size"],
+            intermediate=sizes["vt_intermediate_size"],
+            patch=sizes["patch_size"],
+            pos_height=sizes["init_pos_emb_height"],
+            pos_width=sizes["init_pos_emb_width"],
             merge=height * width,
-            mm_hidden=vision.get("mm_hidden_size") or hidden,
-            text_hidden=vision.get("text_hidden_size") or _need(text_section(full), "hidden_size"),
+            mm_hidden=sizes["mm_hidden_size"],
+            text_hidden=sizes["text_hidden_size"],
             attn_bias=bool(vision.get("attn_bias")),
             linear_bias=bool(vision.get("linear_bias")),
             patch_bias=bool(vision.get("patch_embed_proj_bias")),
         )
+
+
+def linear_section(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`linear_attn_config`, or what transformers' native class spells with flat fields and 0-based `layer_types`."""
+    linear = text.get("linear_attn_config")
+    if linear is not None:
+        return linear
+    native = {name: text[alias] for name, alias in _NATIVE_LINEAR.items() if alias in text}
+    if "layer_types" in text:
+        kinds = enumerate(text["layer_types"], start=1)
+        native["kda_layers"] = [number for number, kind in kinds if kind == "linear_attention"]
+    return native
 
 
 def kda_layers(text: Mapping[str, Any]) -> frozenset[int]:
@@ -224,7 +266,7 @@ def kda_layers(text: Mapping[str, Any]) -> frozenset[int]:
     Raises: ConfigError if the lists name a layer twice, or one that does not exist.
     """
     layers = _need(text, "num_hidden_layers")
-    linear = text.get("linear_attn_config") or {}
+    linear = linear_section(text)
     listed, full = linear.get("kda_layers"), linear.get("full_attn_layers")
     if listed is None and full is None:
         return frozenset(i for i in range(layers) if (i + 1) % 4 and i != layers - 1)
@@ -239,11 +281,16 @@ def kda_layers(text: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(n - 1 for n in listed)
 
 
-def _need(section: Mapping[str, Any], field: str, where: str = "") -> int:
-    value = section.get(field)
+def _need(section: Mapping[str, Any], field: str, where: str = "", defaults: Mapping[str, int] | None = None) -> int:
+    value = section.get(field, (TEXT_DEFAULTS if defaults is None else defaults).get(field))
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{where}{field} is {value!r}; expected a positive integer")
     return value
+
+
+def _optional(section: Mapping[str, Any], field: str) -> int:
+    value = section.get(field, section.get(_ALIASES.get(field, "")))
+    return 0 if value is None or value == 0 else _need({field: value}, field)
 
 
 def _dtype(section: Mapping[str, Any], full: Mapping[str, Any]) -> str:

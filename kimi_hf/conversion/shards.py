@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from kimi_hf.conversion.layout import DTYPE_BYTES
+from kimi_hf.conversion.layout import DTYPE_BYTES, TensorSpec
 from kimi_hf.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -62,6 +62,11 @@ def read_header(path: str | Path) -> ShardHeader:
     """
     path = Path(path)
     raw, data_start, file_size = _header_bytes(path)
+    entries, metadata = _parse(path, raw, data_start, file_size)
+    return ShardHeader(path, entries, metadata, data_start, file_size)
+
+
+def _parse(path: Path, raw: bytes, data_start: int, file_size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     try:
         table = json.loads(raw)
     except ValueError as error:
@@ -73,13 +78,23 @@ def read_header(path: str | Path) -> ShardHeader:
         _load_unique(path, raw)
     entries = {name: _entry(path, name, info, data_start, file_size) for name, info in table.items()}
     _check_tiling(path, entries, data_start, file_size)
-    return ShardHeader(path, entries, metadata, data_start, file_size)
+    return entries, metadata
 
 
 def header_prefix(path: str | Path) -> bytes:
     """The raw bytes before the tensor data: length word, JSON and padding."""
     raw, _, _ = _header_bytes(Path(path))
     return struct.pack("<Q", len(raw)) + raw
+
+
+def parse_prefix(path: Path, prefix: bytes) -> list[TensorSpec]:
+    """The tensors that a stored `header_prefix` describes, in the order of their bytes; `path` for messages."""
+    table = _load_unique(path, prefix[8:])
+    table.pop("__metadata__", None)
+    total = max((info["data_offsets"][1] for info in table.values()), default=0)
+    entries, _ = _parse(path, prefix[8:], len(prefix), len(prefix) + total)
+    ordered = sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes))
+    return [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in ordered]
 
 
 def _header_bytes(path: Path) -> tuple[bytes, int, int]:

@@ -56,12 +56,16 @@ class Recipe(Protocol):
 
 @dataclass
 class PlannedShard:
-    """One output file: `prefix`, if given, is the exact header to write; the tensors then follow in its order."""
+    """One output file: `prefix`, if given, is the exact header to write; the tensors then follow in its order.
+
+    `indexed` is False for files that are kept beside a checkpoint without being part of it.
+    """
 
     file: str
     recipes: Sequence[Recipe]
     prefix: bytes | None = None
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+    indexed: bool = True
 
     def layout(self) -> tuple[bytes, list[Recipe]]:
         """The bytes before the data, and the recipes in the order of their bytes."""
@@ -107,8 +111,9 @@ def plan_shards(recipes: Iterable[Recipe], max_bytes: int) -> list[PlannedShard]
 
 def build_index(shards: Sequence[PlannedShard]) -> bytes:
     """The index file: total bytes, and each tensor's shard in the order of names."""
-    weight_map = {recipe.spec.name: shard.file for shard in shards for recipe in shard.recipes}
-    total = sum(shard.nbytes for shard in shards)
+    parts = [shard for shard in shards if shard.indexed]
+    weight_map = {recipe.spec.name: shard.file for shard in parts for recipe in shard.recipes}
+    total = sum(shard.nbytes for shard in parts)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2) + "\n").encode()
 
@@ -153,7 +158,7 @@ def write_folder(
             for shard in shards:
                 job.write_shard(shard, verify, bar)
         extra = dict(files)
-        if len(shards) > 1 and INDEX_NAME not in extra:
+        if sum(shard.indexed for shard in shards) > 1 and INDEX_NAME not in extra:
             extra[INDEX_NAME] = build_index(shards)
         job.finish(extra)
     except OSError as error:
@@ -264,7 +269,10 @@ class _Job:
             content, final = files[name], self.partial / name
             part = final.with_name(final.name + ".part")
             final.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(content.read_bytes() if isinstance(content, Path) else content)
+            if isinstance(content, Path):
+                shutil.copyfile(content, part)
+            else:
+                part.write_bytes(content)
             _sync_file(part)
             os.rename(part, final)
         for leftover in self.partial.rglob("*.part"):

@@ -1,0 +1,262 @@
+"""How output tensors are made from stored ones: byte ranges, MXFP4 decoding and encoding, padding, random values.
+
+A recipe gives its bytes in pieces of a few MB, and the same bytes each time it is asked (the writer asks twice: once
+to write, once to compare). None of them holds a whole fused expert tensor in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from kimi_hf.conversion.layout import DTYPE_BYTES, MXFP4_GROUP, TensorSpec
+from kimi_hf.conversion.shards import TORCH_DTYPES, Checkpoint, TensorEntry, as_tensor
+from kimi_hf.conversion.writer import CHUNK, Recipe
+from kimi_hf.errors import CheckpointError
+from kimi_hf.ops import mxfp4
+
+
+class ByteRange(NamedTuple):
+    """`nbytes` bytes of a stored tensor, from byte `start` of it."""
+
+    checkpoint: Checkpoint
+    entry: TensorEntry
+    start: int
+    nbytes: int
+
+    @classmethod
+    def whole(cls, checkpoint: Checkpoint, entry: TensorEntry) -> ByteRange:
+        return cls(checkpoint, entry, 0, entry.nbytes)
+
+    def row(self, row: int, rows: int) -> ByteRange:
+        """Row (first-axis entry) `row` of `rows` equal ones in this range."""
+        size = self.nbytes // rows
+        return ByteRange(self.checkpoint, self.entry, self.start + row * size, size)
+
+    def read(self, start: int = 0, length: int | None = None) -> bytearray:
+        length = self.nbytes - start if length is None else length
+        return self.checkpoint.read_range(self.entry, self.start + start, length)
+
+    def describe(self) -> str:
+        return f"{self.entry.path.name}:{self.entry.name}[{self.start}:+{self.nbytes}]"
+
+
+class Matrix(NamedTuple):
+    """One expert matrix (rows, cols), dense (`dense`) or as MXFP4 (`packed` and `scale`); `name` for messages."""
+
+    name: str
+    rows: int
+    cols: int
+    dtype: str
+    dense: ByteRange | None
+    packed: ByteRange | None = None
+    scale: ByteRange | None = None
+
+    def describe(self) -> str:
+        return "+".join(part.describe() for part in (self.dense, self.packed, self.scale) if part is not None)
+
+    def dense_rows(self, begin: int, end: int, dtype: str) -> torch.Tensor:
+        """Rows [begin, end) as a (end - begin, cols) tensor; MXFP4 is decoded straight to `dtype`."""
+        if self.dense is not None:
+            size = self.cols * DTYPE_BYTES[self.dtype]
+            raw = self.dense.read(begin * size, (end - begin) * size)
+            return as_tensor(raw, self.dtype, (end - begin, self.cols)).to(TORCH_DTYPES[dtype])
+        width, groups = self.cols // 2, self.cols // MXFP4_GROUP
+        packed = as_tensor(self.packed.read(begin * width, (end - begin) * width), "U8", (end - begin, width))
+        scale = as_tensor(self.scale.read(begin * groups, (end - begin) * groups), "U8", (end - begin, groups))
+        name = f"{self.name}.weight in {self.scale.entry.path.name}"
+        return mxfp4.unpack(packed, scale, TORCH_DTYPES[dtype], name=name)
+
+
+def to_bytes(tensor: torch.Tensor) -> bytearray:
+    """The tensor's memory, row-major, as safetensors stores it."""
+    return bytearray(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Stored bytes, in the order of `ranges`: a whole tensor, some of its rows, or several tensors stacked."""
+
+    spec: TensorSpec
+    ranges: Sequence[ByteRange]
+
+    def chunks(self) -> Iterator[bytearray]:
+        for part in self.ranges:
+            for start in range(0, part.nbytes, CHUNK):
+                yield part.read(start, min(CHUNK, part.nbytes - start))
+
+    def describe(self) -> str:
+        return "copy " + " ".join(part.describe() for part in self.ranges)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Expert matrices stacked along the rows, each decoded (or converted) to the spec's dtype."""
+
+    spec: TensorSpec
+    matrices: Sequence[Matrix]
+
+    def chunks(self) -> Iterator[bytearray]:
+        for matrix in self.matrices:
+            step = max(1, CHUNK // (matrix.cols * 4))
+            for begin in range(0, matrix.rows, step):
+                yield to_bytes(matrix.dense_rows(begin, min(begin + step, matrix.rows), self.spec.dtype))
+
+    def describe(self) -> str:
+        return f"dense {self.spec.dtype} " + " ".join(matrix.describe() for matrix in self.matrices)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One half (`part` "packed" or "scale") of dense expert matrices in MXFP4, stacked along the rows.
+
+    `scales`, one range a matrix, are the scales that the weights were decoded with; a group that they still
+    reproduce bit for bit keeps its scale, so an untouched weight gets back exactly its bytes.
+    """
+
+    spec: TensorSpec
+    part: str
+    matrices: Sequence[Matrix]
+    scales: Sequence[ByteRange | None]
+
+    def chunks(self) -> Iterator[bytearray]:
+        for matrix, scale in zip(self.matrices, self.scales, strict=True):
+            step = max(1, CHUNK // (matrix.cols * 8))
+            for begin in range(0, matrix.rows, step):
+                packed, scales = pack_rows(matrix, scale, begin, min(begin + step, matrix.rows))
+                yield to_bytes(packed if self.part == "packed" else scales)
+
+    def describe(self) -> str:
+        pairs = zip(self.matrices, self.scales, strict=True)
+        return f"{self.part} " + " ".join(f"{m.describe()}/{s.describe() if s else '-'}" for m, s in pairs)
+
+
+def pack_rows(matrix: Matrix, scale: ByteRange | None, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [begin, end) in MXFP4: packed (n, cols / 2) and scale (n, cols / 32), both U8."""
+    weight = matrix.dense_rows(begin, end, matrix.dtype)
+    if not bool(torch.isfinite(weight).all()):
+        raise CheckpointError(f"{matrix.name} holds infinities or NaN in rows {begin} to {end - 1}; cannot be packed")
+    packed, fresh = mxfp4.pack(weight)
+    if scale is None:
+        return packed, fresh
+    groups = matrix.cols // MXFP4_GROUP
+    stored = as_tensor(scale.read(begin * groups, (end - begin) * groups), "U8", (end - begin, groups))
+    kept, _ = mxfp4.pack(weight, scale=stored)
+    again = mxfp4.unpack(kept, stored, weight.dtype, name=f"{matrix.name}.weight")
+    # Signed zeros count, so compare bits.
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    same = (again.view(bits) == weight.view(bits)).unflatten(-1, (groups, MXFP4_GROUP)).all(-1)
+    codes = torch.where(same.repeat_interleave(MXFP4_GROUP // 2, -1), kept, packed)
+    return codes, torch.where(same, stored, fresh)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A stored tensor followed by zeros up to the spec's size (the tail of `A_log`)."""
+
+    spec: TensorSpec
+    source: ByteRange
+
+    def chunks(self) -> Iterator[bytearray]:
+        data = self.source.read()[: self.spec.nbytes]
+        yield data + bytes(self.spec.nbytes - len(data))
+
+    def describe(self) -> str:
+        return f"pad {self.source.describe()}"
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A stored tensor in another float dtype."""
+
+    spec: TensorSpec
+    source: ByteRange
+
+    def chunks(self) -> Iterator[bytearray]:
+        size = DTYPE_BYTES[self.source.entry.dtype]
+        for start in range(0, self.source.nbytes, CHUNK):
+            raw = self.source.read(start, min(CHUNK, self.source.nbytes - start))
+            yield to_bytes(
+                as_tensor(raw, self.source.entry.dtype, (len(raw) // size,)).to(TORCH_DTYPES[self.spec.dtype])
+            )
+
+    def describe(self) -> str:
+        return f"cast {self.source.describe()}"
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A small tensor that is already here."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor = field(repr=False)
+
+    def chunks(self) -> Iterator[bytearray]:
+        data = to_bytes(self.tensor)
+        for start in range(0, len(data), CHUNK):
+            yield data[start : start + CHUNK]
+
+    def describe(self) -> str:
+        return "memory " + hashlib.sha256(to_bytes(self.tensor)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Followed:
+    """One recipe's bytes after another's: rows appended to a stored tensor."""
+
+    spec: TensorSpec
+    parts: Sequence[Recipe]
+
+    def chunks(self) -> Iterator[bytearray]:
+        for part in self.parts:
+            yield from part.chunks()
+
+    def describe(self) -> str:
+        return " then ".join(part.describe() for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Random:
+    """Seeded random values; `kind` is "normal", "uniform", "log_uniform", "constant" or "bytes", see `_draw`.
+
+    The seed is mixed with the tensor's name, so a tensor does not depend on which others are made.
+    """
+
+    spec: TensorSpec
+    kind: str
+    low: float
+    high: float
+    seed: int
+    zero_from: int | None = None
+
+    def chunks(self) -> Iterator[bytearray]:
+        digest = hashlib.sha256(f"{self.seed} {self.spec.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        count = math.prod(self.spec.shape)
+        step = CHUNK // 4
+        for start in range(0, count, step):
+            values = self._draw(min(step, count - start), generator)
+            if self.zero_from is not None:
+                values[max(0, self.zero_from - start) :] = 0
+            yield to_bytes(values.to(TORCH_DTYPES[self.spec.dtype]))
+
+    def _draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """normal: mean low, deviation high. Others: between low and high; bytes: integers, high included."""
+        if self.kind == "normal":
+            return torch.randn(count, generator=generator) * self.high + self.low
+        if self.kind == "constant":
+            return torch.full((count,), self.low)
+        if self.kind == "bytes":
+            return torch.randint(int(self.low), int(self.high) + 1, (count,), generator=generator, dtype=torch.uint8)
+        uniform = torch.rand(count, generator=generator)
+        if self.kind == "log_uniform":
+            return torch.exp(math.log(self.low) + uniform * (math.log(self.high) - math.log(self.low)))
+        return self.low + uniform * (self.high - self.low)
+
+    def describe(self) -> str:
+        return f"random {self.kind} {self.low} {self.high} {self.seed} {self.zero_from}"
