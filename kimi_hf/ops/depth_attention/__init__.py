@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["depth_attention", "inverse_rms"]
@@ -15,11 +15,13 @@ OPERATION = Operation(
     "depth_attention",
     Backend("reference", "kimi_hf.ops.depth_attention.reference", "depth_attention_reference"),
     Backend("eager", "kimi_hf.ops.depth_attention.eager", "depth_attention_eager"),
+    Backend("triton", "kimi_hf.ops.depth_attention.kernels", "depth_attention_triton", kernel_limits.depth),
 )
 INVERSE_RMS = Operation(
     "inverse_rms",
     Backend("reference", "kimi_hf.ops.depth_attention.reference", "inverse_rms_reference"),
     Backend("eager", "kimi_hf.ops.depth_attention.eager", "inverse_rms_eager"),
+    Backend("triton", "kimi_hf.ops.depth_attention.kernels", "inverse_rms_triton", kernel_limits.row),
 )
 
 
@@ -62,7 +64,7 @@ def depth_attention(
         for i, block in enumerate(bank):
             checks.require_shape("depth_attention", f"bank[{i}]", block, prefix.shape, "[B, T, D]")
         checks.require_floating("depth_attention", prefix=prefix, inv_rms=inv_rms, weight=weight)
-    return OPERATION.pick(prefix, backend)(bank, inv_rms, prefix, weight, eps=eps)
+    return OPERATION.pick(prefix, backend, blocks=len(bank))(bank, inv_rms, prefix, weight, eps=eps)
 
 
 def inverse_rms(x: Tensor, eps: float, *, backend: str | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kimi_hf.errors import ShapeError
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["gated_norm"]
@@ -15,6 +15,7 @@ OPERATION = Operation(
     "gated_norm",
     Backend("reference", "kimi_hf.ops.gated_norm.reference", "gated_norm_reference"),
     Backend("eager", "kimi_hf.ops.gated_norm.eager", "gated_norm_eager"),
+    Backend("triton", "kimi_hf.ops.gated_norm.kernels", "gated_norm_triton", kernel_limits.row),
 )
 
 

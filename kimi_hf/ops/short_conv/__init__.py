@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_hf.errors import ShapeError
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["short_conv"]
@@ -16,6 +16,7 @@ OPERATION = Operation(
     "short_conv",
     Backend("reference", "kimi_hf.ops.short_conv.reference", "short_conv_reference"),
     Backend("eager", "kimi_hf.ops.short_conv.eager", "short_conv_eager"),
+    Backend("triton", "kimi_hf.ops.short_conv.kernels", "short_conv_triton", kernel_limits.dtype),
 )
 
 
