@@ -86,3 +86,8 @@ def require_inplace_allowed(operation: str, initial_state: Tensor | None) -> Non
             f"{operation}: inplace_state=True would overwrite a tensor that needs gradients; "
             "call under torch.no_grad() or pass inplace_state=False"
         )
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will want a backward through any of the tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

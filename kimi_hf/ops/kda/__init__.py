@@ -14,6 +14,7 @@ __all__ = ["kda", "kda_log_decay", "l2_normalize"]
 OPERATION = Operation(
     "kda",
     Backend("reference", "kimi_hf.ops.kda.reference", "kda_reference"),
+    Backend("eager", "kimi_hf.ops.kda.eager", "kda_eager"),
 )
 
 
