@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kimi_hf.ops import checks, kernel_limits
+from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["depth_attention", "inverse_rms"]
@@ -64,7 +65,8 @@ def depth_attention(
         for i, block in enumerate(bank):
             checks.require_shape("depth_attention", f"bank[{i}]", block, prefix.shape, "[B, T, D]")
         checks.require_floating("depth_attention", prefix=prefix, inv_rms=inv_rms, weight=weight)
-    return OPERATION.pick(prefix, backend, blocks=len(bank))(bank, inv_rms, prefix, weight, eps=eps)
+    with no_autocast(prefix):
+        return OPERATION.pick(prefix, backend, blocks=len(bank))(bank, inv_rms, prefix, weight, eps=eps)
 
 
 def inverse_rms(x: Tensor, eps: float, *, backend: str | None = None) -> Tensor:

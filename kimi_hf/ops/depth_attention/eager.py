@@ -17,7 +17,9 @@ from kimi_hf.ops.depth_attention.reference import depth_attention_reference, inv
 
 # Elements of one source in a piece: M + 1 fp32 pieces of 128 KiB stay in the second-level cache between the
 # product that scores them and the one that mixes them.
-PIECE = 1 << 15
+PIECE = 1 << 16
+# Elements of one source below which (decoding) the sources are copied side by side: a few calls instead of 2 (M + 1).
+SMALL = 1 << 14
 
 
 def depth_attention_eager(
@@ -26,9 +28,12 @@ def depth_attention_eager(
     """See `kimi_hf.ops.depth_attention.depth_attention`."""
     if torch.compiler.is_compiling():
         return depth_attention_reference(bank, inv_rms, prefix, weight, eps=eps)
-    if isinstance(bank, Tensor):
-        bank = bank.unbind(0)
-    return _DepthAttention.apply(inv_rms, weight, eps, prefix, *bank)
+    sources = (*bank, prefix)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (inv_rms, weight, *sources)):
+        return _DepthAttention.apply(inv_rms, weight, eps, *sources)
+    if prefix.numel() <= SMALL:
+        return _few_tokens(inv_rms, weight, eps, sources)
+    return _forward(inv_rms, weight, eps, sources)[0]
 
 
 def inverse_rms_eager(x: Tensor, eps: float) -> Tensor:
@@ -38,63 +43,77 @@ def inverse_rms_eager(x: Tensor, eps: float) -> Tensor:
     return _InverseRms.apply(x, eps)
 
 
+def _forward(inv_rms: Tensor, weight: Tensor, eps: float, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The mixture [B, T, D], and 1 / rms, v . w and the probabilities of all sources, each [M+1, tokens]."""
+    prefix = sources[-1]
+    dtype = checks.compute_dtype(prefix.dtype)
+    weight = weight.to(dtype)
+    tokens = prefix.shape[0] * prefix.shape[1]
+    inverse = torch.empty(len(sources), tokens, dtype=dtype, device=prefix.device)
+    inverse[:-1] = inv_rms.reshape(len(sources) - 1, tokens)
+    dots, probabilities = torch.empty_like(inverse), torch.empty_like(inverse)
+    out = torch.empty(tokens, prefix.shape[-1], dtype=prefix.dtype, device=prefix.device)
+    for piece, rows in _pieces(sources):
+        wide = [row.to(dtype) for row in rows]
+        inverse[-1, piece] = _inverse_rms(wide[-1], eps)
+        for v, dot in zip(wide, dots[:, piece], strict=True):
+            torch.mv(v, weight, out=dot)
+        p = torch.softmax(dots[:, piece] * inverse[:, piece], dim=0)
+        probabilities[:, piece] = p
+        mixed = wide[0] * p[0, :, None]
+        for weights, v in zip(p[1:], wide[1:], strict=True):
+            mixed.addcmul_(v, weights[:, None])
+        out[piece] = mixed
+    return out.view(prefix.shape), inverse, dots, probabilities
+
+
+def _few_tokens(inv_rms: Tensor, weight: Tensor, eps: float, sources: tuple[Tensor, ...]) -> Tensor:
+    prefix = sources[-1]
+    dtype = checks.compute_dtype(prefix.dtype)
+    wide = torch.stack(sources).view(len(sources), -1, prefix.shape[-1]).to(dtype)  # [M+1, tokens, D]
+    inverse = torch.cat([inv_rms.reshape(-1, wide.shape[1]), _inverse_rms(wide[-1:], eps)])
+    p = torch.softmax((wide @ weight.to(dtype)).mul_(inverse), dim=0)
+    return torch.bmm(p.T.unsqueeze(1), wide.transpose(0, 1)).view(prefix.shape).to(prefix.dtype)
+
+
 class _DepthAttention(torch.autograd.Function):
-    """Sources in the order bank[0] .. bank[M-1], prefix; `flat` tensors are [tokens, D] views."""
+    """`sources` are bank[0] .. bank[M-1] and the prefix."""
 
     @staticmethod
-    def forward(ctx, inv_rms: Tensor, weight: Tensor, eps: float, prefix: Tensor, *bank: Tensor) -> Tensor:
-        dtype = checks.compute_dtype(prefix.dtype)
-        wide_weight = weight.to(dtype)
-        tokens = prefix.shape[0] * prefix.shape[1]
-        # [M+1, tokens]; the last row of `inverse` is the prefix's, filled below
-        inverse = torch.empty(len(bank) + 1, tokens, dtype=dtype, device=prefix.device)
-        inverse[:-1] = inv_rms.reshape(len(bank), tokens)
-        dots, probabilities = torch.empty_like(inverse), torch.empty_like(inverse)
-        out = torch.empty(prefix.shape, dtype=prefix.dtype, device=prefix.device)
-        flat_out = out.view(tokens, -1)
-        for piece, sources in _pieces((*bank, prefix)):
-            wide = [source.to(dtype) for source in sources]
-            inverse[-1, piece] = _inverse_rms(wide[-1], eps)
-            for j, v in enumerate(wide):
-                torch.mv(v, wide_weight, out=dots[j, piece])
-            probabilities[:, piece] = torch.softmax(dots[:, piece] * inverse[:, piece], dim=0)
-            mixed = wide[0] * probabilities[0, piece, None]
-            for j, v in enumerate(wide[1:], start=1):
-                mixed.addcmul_(v, probabilities[j, piece, None])
-            flat_out[piece] = mixed
-        ctx.save_for_backward(weight, prefix, *bank, inverse, dots, probabilities)
+    def forward(ctx, inv_rms: Tensor, weight: Tensor, eps: float, *sources: Tensor) -> Tensor:
+        out, *statistics = _forward(inv_rms, weight, eps, sources)
+        ctx.save_for_backward(weight, *sources, *statistics)
         ctx.inv_rms_dtype = inv_rms.dtype
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        weight, prefix, *bank, inverse, dots, probabilities = ctx.saved_tensors
-        dtype = inverse.dtype
+        weight, *sources, inverse, dots, probabilities = ctx.saved_tensors
+        prefix, dtype = sources[-1], inverse.dtype
         wide_weight = weight.to(dtype)
-        sources = (*bank, prefix)
         d_sources = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in sources]
         flat_d_sources = [d.view(-1, prefix.shape[-1]) for d in d_sources]
         d_inverse = torch.empty_like(inverse)
         d_weight = torch.zeros_like(wide_weight)
-        for piece, (d, *pieces) in _pieces((grad, *sources)):
+        for piece, (d, *rows) in _pieces((grad, *sources)):
             d = d.to(dtype)
-            wide = [source.to(dtype) for source in pieces]
-            p, r, s = probabilities[:, piece], inverse[:, piece], dots[:, piece]
+            wide = [row.to(dtype) for row in rows]
+            p, r = probabilities[:, piece], inverse[:, piece]
             d_p = torch.stack([torch.linalg.vecdot(v, d) for v in wide])
-            d_score = p * (d_p - (p * d_p).sum(0))  # softmax, [M+1, piece]
+            d_score = p * (d_p - (p * d_p).sum(0))  # through the softmax, [M+1, piece]
             d_dot = d_score * r
-            d_inverse[:, piece] = d_score * s
-            # the prefix's own statistic: d(1/rms)/dx = -(1/rms)^3 x / D
+            d_inverse[:, piece] = d_score * dots[:, piece]
+            # the prefix's own statistic: d(1 / rms) / dx = -(1 / rms)^3 x / D
             own = d_inverse[-1, piece] * r[-1] ** 3 / -prefix.shape[-1]
             for j, v in enumerate(wide):
                 d_weight += d_dot[j] @ v
-                d_v = torch.addcmul(d_dot[j, :, None] * wide_weight, d, p[j, :, None])
-                if j == len(bank):
+                d_v = torch.addcmul(d * p[j, :, None], d_dot[j, :, None], wide_weight)
+                if j == len(wide) - 1:
                     d_v.addcmul_(v, own[:, None])
                 flat_d_sources[j][piece] = d_v
-        d_inv_rms = d_inverse[:-1].view(len(bank), *prefix.shape[:2]).to(ctx.inv_rms_dtype)
-        return d_inv_rms, d_weight.to(weight.dtype), None, d_sources[-1], *d_sources[:-1]
+        d_inv_rms = d_inverse[:-1].view(-1, *prefix.shape[:2]).to(ctx.inv_rms_dtype)
+        return d_inv_rms, d_weight.to(weight.dtype), None, *d_sources
 
 
 class _InverseRms(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kimi_hf.errors import ShapeError
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["situ", "situ_glu"]
@@ -14,6 +14,16 @@ OPERATION = Operation(
     "situ",
     Backend("reference", "kimi_hf.ops.situ.reference", "situ_reference"),
     Backend("eager", "kimi_hf.ops.situ.eager", "situ_eager"),
+    Backend("triton", "kimi_hf.ops.situ.kernels", "situ_triton", kernel_limits.dtype),
+    Backend("triton", "kimi_hf.ops.situ.kernels", "situ_triton", kernel_limits.dtype),
+)
+# The same choice by name; a door of its own because one gradient for both halves spares a copy.
+GLU = Operation(
+    "situ",
+    Backend("reference", "kimi_hf.ops.situ.reference", "situ_glu_reference"),
+    Backend("eager", "kimi_hf.ops.situ.eager", "situ_glu_eager"),
+    Backend("triton", "kimi_hf.ops.situ.kernels", "situ_glu_triton", kernel_limits.dtype),
+    Backend("triton", "kimi_hf.ops.situ.glu", "situ_glu_triton", kernel_limits.dtype),
 )
 
 
@@ -23,7 +33,7 @@ def situ(
     """y = beta tanh(G / beta) sigmoid(G) * lambda tanh(U / lambda), all in fp32 (fp64 for fp64), one cast.
 
     Args:
-        gate: G [..., F], any floating dtype, any strides (halves of one projection included).
+        gate: G [..., F], any floating dtype, any strides.
         up: U [..., F], of gate's shape and dtype.
         beta: bound of the gate half; None or 0 mean 1.0, as in the released configuration.
         linear_beta: lambda, bound of the up half; None leaves U as it is.
@@ -36,18 +46,24 @@ def situ(
     checks.require_shape("situ", "up", up, gate.shape, "the shape of gate")
     if up.dtype != gate.dtype:
         raise ShapeError(f"situ: up is {up.dtype}, gate is {gate.dtype}, expected one dtype; cast one of them")
-    beta = 1.0 if not beta else float(beta)
-    for name, bound in (("beta", beta), ("linear_beta", linear_beta)):
-        if bound is not None and not bound > 0:
-            raise ShapeError(f"situ: {name} is {bound}, expected a positive bound or None")
-    return OPERATION.pick(gate, backend)(gate, up, beta=beta, linear_beta=linear_beta)
+    return OPERATION.pick(gate, backend)(gate, up, **_bounds(beta, linear_beta))
 
 
 def situ_glu(
     gate_up: Tensor, *, beta: float | None = 1.0, linear_beta: float | None = None, backend: str | None = None
 ) -> Tensor:
-    """`situ` of the two halves of one projection: gate_up [..., 2F] = [gate | up] -> [..., F]."""
-    if gate_up.shape[-1] % 2:
-        raise ShapeError(f"situ_glu: gate_up has {gate_up.shape[-1]} columns, expected an even number [gate | up]")
-    gate, up = gate_up.chunk(2, dim=-1)
-    return situ(gate, up, beta=beta, linear_beta=linear_beta, backend=backend)
+    """`situ` of the two halves of one projection: gate_up [..., 2F] = [gate | up] -> [..., F]; same errors."""
+    checks.require_floating("situ_glu", gate_up=gate_up)
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        raise ShapeError(
+            f"situ_glu: gate_up has shape {tuple(gate_up.shape)}, expected an even last dimension [gate | up]"
+        )
+    return GLU.pick(gate_up, backend)(gate_up, **_bounds(beta, linear_beta))
+
+
+def _bounds(beta: float | None, linear_beta: float | None) -> dict[str, float | None]:
+    beta = beta or 1.0
+    for name, bound in (("beta", beta), ("linear_beta", linear_beta)):
+        if bound is not None and not bound > 0:
+            raise ShapeError(f"situ: {name} is {bound}, expected a positive bound or None")
+    return {"beta": beta, "linear_beta": linear_beta}
