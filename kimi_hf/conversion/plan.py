@@ -6,6 +6,7 @@ bytes make it. What is cut (layers, experts, vocabulary rows) and how experts ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,16 +145,20 @@ class Plan:
         return Copy(spec._replace(dtype=entry.dtype), row_ranges(self.view.whole(canonical), entry.shape[0], rows))
 
     def _vocabulary(self, spec: TensorSpec, canonical: str) -> Recipe:
-        rows = self.cut.rows
-        known = next((at for at, row in enumerate(rows) if row is None), len(rows))
-        head = spec._replace(shape=(known, *spec.shape[1:]))
-        stored = self._rows(head, canonical, rows[:known])
-        if known == len(rows):
-            return stored
-        dtype = stored.spec.dtype
+        """Runs of kept rows and of new ones, one after another."""
         std = self.config.get("text_config", self.config).get("initializer_range", 0.02)
-        tail = TensorSpec(spec.name, dtype, (len(rows) - known, *spec.shape[1:]))
-        return Followed(spec._replace(dtype=dtype), (stored, Random(tail, "normal", 0.0, std, self.seed)))
+        dtype = self.view.get(canonical).dtype
+        parts: list[Recipe] = []
+        rows = list(enumerate(self.cut.rows))
+        for is_new, run in itertools.groupby(rows, key=lambda pair: pair[1] is None):
+            chosen = list(run)
+            # The place in the name gives every run of new rows its own random numbers.
+            part = TensorSpec(f"{spec.name}[{chosen[0][0]}:]", dtype, (len(chosen), *spec.shape[1:]))
+            if is_new:
+                parts.append(Random(part, "normal", 0.0, std, self.seed))
+            else:
+                parts.append(self._rows(part, canonical, [row for _, row in chosen]))
+        return Followed(spec._replace(dtype=dtype), parts)
 
     def _experts(self, text: TextGeometry, experts: str, spec: TensorSpec, layer: int, rest: str) -> Recipe:
         parsed = parse_expert(rest)

@@ -222,7 +222,7 @@ class Followed:
 
 @dataclass(frozen=True)
 class Random:
-    """Seeded random values; `kind` is "normal", "uniform", "log_uniform", "constant" or "bytes", see `_draw`.
+    """Seeded random values; `kind` is "normal", "uniform", "log_of_uniform", "constant" or "bytes", see `_draw`.
 
     The seed is mixed with the tensor's name, so a tensor does not depend on which others are made.
     """
@@ -246,7 +246,7 @@ class Random:
             yield to_bytes(values.to(TORCH_DTYPES[self.spec.dtype]))
 
     def _draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """normal: mean low, deviation high. Others: between low and high; bytes: integers, high included."""
+        """normal: mean low, deviation high; constant: low. Others: between low and high; bytes: both included."""
         if self.kind == "normal":
             return torch.randn(count, generator=generator) * self.high + self.low
         if self.kind == "constant":
@@ -254,9 +254,8 @@ class Random:
         if self.kind == "bytes":
             return torch.randint(int(self.low), int(self.high) + 1, (count,), generator=generator, dtype=torch.uint8)
         uniform = torch.rand(count, generator=generator)
-        if self.kind == "log_uniform":
-            return torch.exp(math.log(self.low) + uniform * (math.log(self.high) - math.log(self.low)))
-        return self.low + uniform * (self.high - self.low)
+        values = self.low + uniform * (self.high - self.low)
+        return values.log() if self.kind == "log_of_uniform" else values
 
     def describe(self) -> str:
         return f"random {self.kind} {self.low} {self.high} {self.seed} {self.zero_from}"

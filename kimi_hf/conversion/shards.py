@@ -170,13 +170,15 @@ class Checkpoint:
     """An opened checkpoint: every tensor's place, no tensor data.
 
     `entries` maps names to `TensorEntry` in shard order; `headers` maps file names to `ShardHeader`; `index` is the
-    index file's content, or None for a single-file checkpoint.
+    index file's content, or None for a single-file checkpoint; `absent` names the shards that are not there (only
+    when the checkpoint was opened with `allow_absent`).
     """
 
-    def __init__(self, folder: Path, headers: dict[str, ShardHeader], index: dict | None):
+    def __init__(self, folder: Path, headers: dict[str, ShardHeader], index: dict | None, absent: tuple[str, ...] = ()):
         self.folder = folder
         self.headers = headers
         self.index = index
+        self.absent = absent
         self.entries: dict[str, TensorEntry] = {}
         for header in headers.values():
             self.entries.update(header.entries)
@@ -196,10 +198,12 @@ class Checkpoint:
         return sum(header.path.stat().st_blocks * 512 for header in self.headers.values())
 
     def entry(self, name: str) -> TensorEntry:
-        try:
-            return self.entries[name]
-        except KeyError as error:
-            raise CheckpointError(f"{self.folder} holds no tensor {name}; the checkpoint is incomplete") from error
+        entry = self.entries.get(name)
+        if entry is None:
+            file = (self.index or {}).get("weight_map", {}).get(name)
+            where = f"{file}, where it belongs, is absent; fetch it" if file in self.absent else "fetch it again"
+            raise CheckpointError(f"{self.folder} holds no tensor {name}: {where}")
+        return entry
 
     def read_range(self, entry: TensorEntry, start: int = 0, length: int | None = None) -> bytearray:
         """Bytes [start, start + length) of a tensor.
@@ -251,23 +255,24 @@ def as_tensor(buffer: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Te
     return torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype]).reshape(shape)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, allow_absent: bool = False) -> Checkpoint:
     """Open a folder (index plus shards, or `model.safetensors`), an index file, or one safetensors file.
 
     Only headers and the index are read. They must agree: each tensor stands in the shard that the index names, in no
-    other, and no shard holds a tensor that the index leaves out.
+    other, and no shard holds a tensor that the index leaves out. With `allow_absent`, shards that were not fetched
+    are passed over; asking for one of their tensors raises.
 
     Raises: CheckpointError naming file and tensor.
     """
     path = Path(path)
     if path.is_file():
         if path.suffix == ".json":
-            return _open_indexed(path)
+            return _open_indexed(path, allow_absent)
         return Checkpoint(path.parent, {path.name: read_header(path)}, None)
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist; expected a checkpoint folder")
     if (path / INDEX_NAME).exists():
-        return _open_indexed(path / INDEX_NAME)
+        return _open_indexed(path / INDEX_NAME, allow_absent)
     if (path / SINGLE_NAME).exists():
         return Checkpoint(path, {SINGLE_NAME: read_header(path / SINGLE_NAME)}, None)
     stray = sorted(file.name for file in path.glob("*.safetensors"))
@@ -275,7 +280,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     raise CheckpointError(f"{path} has neither {INDEX_NAME} nor {SINGLE_NAME}: {hint}")
 
 
-def _open_indexed(path: Path) -> Checkpoint:
+def _open_indexed(path: Path, allow_absent: bool) -> Checkpoint:
     try:
         index = _load_unique(path, path.read_bytes())
         weight_map = index["weight_map"]
@@ -286,15 +291,19 @@ def _open_indexed(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not a readable index ({error}); restore it") from error
     folder = path.parent
     headers: dict[str, ShardHeader] = {}
+    absent = []
     for file in files:
         if Path(file).name != file:
             raise CheckpointError(f"{path} names the file {file!r}; shards must lie beside the index")
+        if not (folder / file).exists() and allow_absent:
+            absent.append(file)
+            continue
         if not (folder / file).exists():
             name = next(key for key, value in weight_map.items() if value == file)
             raise CheckpointError(f"{folder / file} is absent but {path.name} expects {name} in it; fetch the shard")
         headers[file] = read_header(folder / file)
     _check_index(path, weight_map, headers)
-    return Checkpoint(folder, headers, index)
+    return Checkpoint(folder, headers, index, tuple(absent))
 
 
 def _check_index(path: Path, weight_map: dict[str, str], headers: dict[str, ShardHeader]) -> None:
@@ -305,13 +314,13 @@ def _check_index(path: Path, weight_map: dict[str, str], headers: dict[str, Shar
                 continue
             if wanted is None:
                 raise CheckpointError(f"{header.path} holds {name}, which {path.name} does not list; restore the index")
-            twice = "; it stands in both" if name in headers[wanted].entries else ""
+            twice = "; it stands in both" if wanted in headers and name in headers[wanted].entries else ""
             raise CheckpointError(
                 f"{header.path} holds {name}, which {path.name} places in {wanted}{twice}; shards are swapped or the "
                 f"index is from another copy, fetch both again"
             )
     for name, file in weight_map.items():
-        if name not in headers[file].entries:
+        if file in headers and name not in headers[file].entries:
             raise CheckpointError(f"{headers[file].path} lacks {name}, which {path.name} places there; fetch it again")
 
 

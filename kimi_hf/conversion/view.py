@@ -38,9 +38,9 @@ class CheckpointView:
         }
 
     @classmethod
-    def open(cls, folder: str | Path) -> CheckpointView:
-        """Open a checkpoint folder with its config.json."""
-        checkpoint = open_checkpoint(folder)
+    def open(cls, folder: str | Path, allow_absent: bool = False) -> CheckpointView:
+        """Open a checkpoint folder with its config.json; see `open_checkpoint`."""
+        checkpoint = open_checkpoint(folder, allow_absent)
         return cls(checkpoint, load_config(checkpoint.folder))
 
     def canonical(self, name: str) -> str:
@@ -68,9 +68,12 @@ class CheckpointView:
 
     def get(self, canonical: str) -> TensorEntry:
         entry = self.common.get(canonical)
-        if entry is None:
-            raise CheckpointError(f"{self.checkpoint.folder} holds no tensor {canonical}; the checkpoint is incomplete")
-        return entry
+        return self.checkpoint.entry(self.stored(canonical)) if entry is None else entry
+
+    def stored(self, canonical: str) -> str:
+        """The stored spelling of a canonical name of a text tensor."""
+        bare = canonical if self.inner or canonical.startswith("lm_head.") else canonical.removeprefix("model.")
+        return f"{self.prefix}{bare}"
 
     def whole(self, canonical: str) -> ByteRange:
         return ByteRange.whole(self.checkpoint, self.get(canonical))
