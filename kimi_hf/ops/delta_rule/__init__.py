@@ -12,6 +12,7 @@ __all__ = ["delta_rule"]
 OPERATION = Operation(
     "delta_rule",
     Backend("reference", "kimi_hf.ops.delta_rule.reference", "delta_rule_reference"),
+    Backend("eager", "kimi_hf.ops.delta_rule.eager", "delta_rule_eager"),
 )
 
 
