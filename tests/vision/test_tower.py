@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kimi_hf.configuration.configuration_kimi_k3_vision import KimiK3VisionConfig
 from kimi_hf.errors import MediaError, ShapeError
-from kimi_hf.modeling.vision import KimiK3VisionModel, moonvit, read_layout
+from kimi_hf.modeling.vision import KimiK3PatchMergerV2, KimiK3VisionModel, moonvit, read_layout
 from kimi_hf.modeling.vision.norm import VISION_NORM_EPS, VisionRMSNorm
 
 from .conftest import load_case
@@ -326,3 +326,16 @@ def test_fresh_weights_follow_the_init_range():
             assert torch.equal(p, torch.ones_like(p))
         else:
             assert 0.01 < p.std() < 0.03, name
+
+
+def test_released_size():
+    with torch.device("meta"):
+        tower = KimiK3VisionModel(KimiK3VisionConfig())
+        projector = KimiK3PatchMergerV2(KimiK3VisionConfig())
+    assert sum(p.numel() for p in tower.parameters()) == 401_214_464
+    assert sum(p.numel() for p in projector.parameters()) == 46_144_512
+    shapes = {name: tuple(p.shape) for name, p in tower.named_parameters()}
+    assert shapes["patch_embed.proj.weight"] == (1024, 3, 14, 14)
+    assert shapes["patch_embed.pos_emb.weight"] == (64, 64, 1024)
+    assert shapes["encoder.blocks.26.wqkv.weight"] == (4608, 1024)
+    assert shapes["encoder.blocks.26.wo.weight"] == (1024, 1536)
