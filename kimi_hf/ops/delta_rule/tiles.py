@@ -91,7 +91,6 @@ class Tile:
 
     def put(self, target: Tensor, values: Tensor) -> None:
         """The inverse of `take`: write [rounds, sequences, heads, C, ...] to target [B, T, H, ...], without padding."""
-        values = values.view(self.rounds, self.sequences, self.num_heads, self.chunk, *values.shape[4:])
         values = values.permute(1, 0, 3, 2, *range(4, values.dim()))  # [sequences, rounds, C, heads, ...]
         if not self._block:
             flat = values.flatten(0, 2).index_select(0, self._real)

@@ -12,6 +12,7 @@ __all__ = ["linear_attention"]
 OPERATION = Operation(
     "linear_attention",
     Backend("reference", "kimi_hf.ops.linear_attention.reference", "linear_attention_reference"),
+    Backend("eager", "kimi_hf.ops.linear_attention.eager", "linear_attention_eager"),
 )
 
 
@@ -57,15 +58,13 @@ def linear_attention(
     if inplace_state:
         checks.require_inplace_allowed("linear_attention", None if initial_state is None else initial_state[0])
     run = OPERATION.pick(q, backend, head_dim=K, value_dim=v.shape[3], tokens=T)
-    o, state = run(
+    return run(
         q,
         k,
         v,
         normalize=normalize,
         initial_state=initial_state,
-        output_final_state=output_final_state or inplace_state,
+        output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        inplace_state=inplace_state,
     )
-    if inplace_state:
-        state = tuple(old.copy_(new) for old, new in zip(initial_state, state, strict=True))
-    return o, state

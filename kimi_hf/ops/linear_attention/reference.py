@@ -18,6 +18,7 @@ def linear_attention_reference(
     initial_state: tuple[Tensor, Tensor] | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    inplace_state: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """See `kimi_hf.ops.linear_attention.linear_attention`."""
     dtype = checks.compute_dtype(q.dtype)
@@ -38,7 +39,10 @@ def linear_attention_reference(
         ]
         outputs, states, normalizers = zip(*pieces, strict=True)
         o, S, z = torch.cat(outputs, 1), torch.cat(states), torch.cat(normalizers)
-    return o.to(v.dtype), (S, z) if output_final_state else None
+    final = (S, z)
+    if inplace_state:
+        final = tuple(old.copy_(new) for old, new in zip(initial_state, final, strict=True))
+    return o.to(v.dtype), final if output_final_state or inplace_state else None
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, normalize: bool):
