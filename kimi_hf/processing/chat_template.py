@@ -1,0 +1,172 @@
+"""`apply_chat_template` of a tokenizer of Kimi K3's chat format.
+
+Chats are rendered in Python and tokenised segment by segment. A Jinja template gives one text, in which the boundaries
+between segments, and with them the difference between markup and what a user wrote, are lost; so there is none.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import BatchEncoding
+from transformers.utils import get_json_schema
+
+from ..errors import ChatError
+from .chat_encoding import Rendering, Segment, render
+from .chat_errors import ChatTypeError
+from .chat_responses import ResponseParsingMixin
+
+# What `tokenizer.chat_template` says, so that libraries see that there is a chat format and that it marks what the
+# assistant writes; rendering it anyway is an error and not a wrong prompt. Never written to disk.
+PYTHON_TEMPLATE = (
+    '{{ raise_exception("this chat format is rendered in Python: call tokenizer.apply_chat_template") }}'
+    "{% generation %}{% endgeneration %}"
+)
+_CONTINUED = {
+    "content": "content",
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "reasoning_content"),
+}
+
+
+class ChatTemplateMixin(ResponseParsingMixin):
+    """The chat methods of the tokenizer; what they need from it is `encode_ordinary`, `encode_special` and `pad`."""
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        documents: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        tokenize: bool | None = None,
+        sanitize_control_tokens: bool | None = None,
+        padding: bool | str = False,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool | None = None,
+        return_assistant_tokens_mask: bool | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A conversation (a list of messages) or a batch (a list of lists) as text, ids or tensors.
+
+        Args:
+            tools: JSON schemas, or functions that are described by their signature and docstring.
+            add_generation_prompt: default True; False where `return_assistant_tokens_mask` is given, a question about
+                training.
+            continue_final_message: end inside the last message's content (True) or in the named field.
+            tokenize: default False (the text, joined), True where a dict, tensors or a mask is asked for.
+            truncation, max_length: cut on the right to `max_length` (default: `model_max_length`).
+            padding, return_tensors, tokenizer_kwargs (pad_to_multiple_of, padding_side): as in `pad`.
+            return_dict: default False (the ids), True where a mask is asked for.
+            return_assistant_tokens_mask: add "assistant_masks", 1 on what the model writes: from the first token after
+                the opening of its channel to `<|end_of_msg|>`.
+            sanitize_control_tokens: no choice: control tokens in messages are always ordinary text.
+            kwargs: thinking, thinking_effort ("max" unless given; None for no message), tool_choice, response_format,
+                response_schema, image_prompts (single conversations only): see `build_segments`.
+        Raises: ChatError for conversations that cannot be rendered and options that do not go together.
+        """
+        if (self.chat_template if chat_template is None else chat_template) != PYTHON_TEMPLATE:
+            return self._apply_jinja(
+                conversation,
+                tools=tools,
+                documents=documents,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt or False,
+                continue_final_message=continue_final_message,
+                tokenize=tokenize is None or tokenize,
+                sanitize_control_tokens=sanitize_control_tokens or False,
+                padding=padding,
+                truncation=truncation,
+                max_length=max_length,
+                return_tensors=return_tensors,
+                return_dict=return_dict is None or return_dict,
+                return_assistant_tokens_mask=return_assistant_tokens_mask or False,
+                tokenizer_kwargs=tokenizer_kwargs,
+                **kwargs,
+            )
+        if documents:
+            raise ChatError("documents: this chat format has no place for them; put their text into a message")
+        if tokenize is None:
+            tokenize = bool(return_dict or return_tensors or return_assistant_tokens_mask)
+        if return_assistant_tokens_mask and (not tokenize or return_dict is False):
+            raise ChatError("return_assistant_tokens_mask: needs tokenize and return_dict; leave them out or say True")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message and return_assistant_tokens_mask is None
+        batched = len(conversation) > 0 and (
+            isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
+        )
+        chats = conversation if batched else [conversation]
+        options = _options(kwargs, tools, add_generation_prompt, continue_final_message)
+        if batched and options.get("image_prompts") is not None:
+            raise ChatError("image_prompts: found with a batch of conversations; render them one by one")
+        renderings = [render(getattr(chat, "messages", chat), **options) for chat in chats]
+        if not tokenize:
+            texts = ["".join(segment.text for segment in rendering.segments) for rendering in renderings]
+            return texts if batched else texts[0]
+        limit = None
+        if truncation not in (False, None, "do_not_truncate"):
+            limit = self.model_max_length if max_length is None else max_length
+        rows = [self._encode_rendering(rendering, limit) for rendering in renderings]
+        encoded = {"input_ids": [ids for ids, _ in rows]}
+        if return_assistant_tokens_mask:
+            encoded["assistant_masks"] = [mask for _, mask in rows]
+        padded = self.pad(encoded, padding=padding, max_length=max_length, **(tokenizer_kwargs or {}))
+        if not batched and return_tensors is None:
+            padded = {key: value[0] for key, value in padded.items()}
+        out = BatchEncoding(dict(padded), tensor_type=return_tensors)
+        return out if return_dict or return_assistant_tokens_mask else out["input_ids"]
+
+    def _apply_jinja(self, conversation: Sequence[Any], **options: Any) -> Any:
+        """The library's way, for a template of the user's or of a checkpoint with another chat format."""
+        return super().apply_chat_template(conversation, **options)
+
+    def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
+        """Token ids of segments, each encoded by itself; control tokens only in the special ones."""
+        ids: list[int] = []
+        for text, special in segments:
+            ids += self.encode_special(text) if special else self.encode_ordinary(text)
+        return ids
+
+    def _encode_rendering(self, rendering: Rendering, limit: int | None) -> tuple[list[int], list[int]]:
+        ids: list[int] = []
+        mask: list[int] = []
+        for segment, generated in zip(*rendering, strict=True):
+            ids += self.encode_segments([segment])
+            mask += [int(generated)] * (len(ids) - len(mask))
+        return ids[:limit], mask[:limit]
+
+
+def _options(
+    kwargs: dict[str, Any], tools: Sequence[Any] | None, add_generation_prompt: bool, continue_final: bool | str
+) -> dict[str, Any]:
+    """The arguments of `render`: the caller's keywords over the release's defaults."""
+    if continue_final and add_generation_prompt:
+        raise ChatError("continue_final_message and add_generation_prompt exclude each other; choose one")
+    options: dict[str, Any] = {
+        "thinking": True,
+        "thinking_effort": "max",
+        "tool_choice": None,
+        "response_format": None,
+        "response_schema": None,
+        "image_prompts": None,
+    }
+    for name, value in kwargs.items():
+        if name == "enable_thinking":  # what servers call it
+            options["thinking"] = bool(value)
+        elif name in options:
+            options[name] = value
+        elif value:  # an option that is off asks for nothing
+            raise ChatTypeError(f"apply_chat_template: no option {name!r}; found {value!r}, options are {[*options]}")
+    options["add_generation_prompt"] = add_generation_prompt
+    options["tools"] = None if tools is None else [_schema(tool) for tool in tools]
+    if continue_final:
+        field = "content" if continue_final is True else continue_final
+        options["continue_final"] = _CONTINUED.get(field, field)
+    return options
+
+
+def _schema(tool: Any) -> Any:
+    return get_json_schema(tool) if inspect.isfunction(tool) or inspect.ismethod(tool) else tool

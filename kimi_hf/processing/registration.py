@@ -1,0 +1,35 @@
+"""Entering the tokenizer (and, beside it, processors) into transformers' Auto classes."""
+
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.models.auto import tokenization_auto
+
+from .tokenization_kimi import TikTokenTokenizer
+
+
+class KimiTokenizerConfig(PreTrainedConfig):
+    """No model's configuration: what the tokenizer is registered under.
+
+    transformers finds a tokenizer by the class name in `tokenizer_config.json`. Registered under a *model's*
+    configuration, `trust_remote_code=True` would run the repository's code instead.
+    """
+
+    model_type = "kimi_tokenizer"
+
+
+def register_processing(take_over_kimi_linear: bool = True) -> None:
+    """Make AutoTokenizer give `TikTokenTokenizer` wherever a `tokenizer_config.json` names it.
+
+    `take_over_kimi_linear`: also for checkpoints of type `kimi_linear`, for which transformers otherwise insists on its
+    generic backend (and, with trust_remote_code, on the repository's code). May be called again with the other value.
+    """
+    AutoTokenizer.register(KimiTokenizerConfig, tokenizer_class=TikTokenTokenizer, exist_ok=True)
+    names = tokenization_auto.TOKENIZER_MAPPING_NAMES
+    if take_over_kimi_linear:
+        native = names.pop("kimi_linear", None)
+        if native is not None:
+            _NATIVE["kimi_linear"] = native
+    elif "kimi_linear" in _NATIVE:
+        names["kimi_linear"] = _NATIVE.pop("kimi_linear")
+
+
+_NATIVE: dict[str, str] = {}  # entries of transformers' table that were taken out
