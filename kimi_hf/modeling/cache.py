@@ -6,20 +6,62 @@ plain `DynamicCache` and `StaticCache` work with the models too, except that a p
 back.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from ..errors import CacheError
-
-if TYPE_CHECKING:
-    from .mixers.kimi_delta_attention import DeltaInputs
+from .sequence import padded_layout
 
 # How many of the newest tokens a recurrent layer can take back while it records.
 ROLLBACK_TOKENS = 64
 _FIRST_CAPACITY = 64
+
+
+@dataclass
+class TokenInputs:
+    """What a recurrence consumes, token by token, before anything depends on other tokens.
+
+    Attributes:
+        parts: tensors (B, T, C), in token order.
+        real: (B, T) bool, or None when no token is padding.
+    """
+
+    parts: tuple[Tensor, ...]
+    real: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.parts[0].shape[1]
+
+    def slice(self, start: int, stop: int) -> "TokenInputs":
+        """Tokens start..stop."""
+        return self.map(lambda x: x[:, start:stop])
+
+    def after(self, earlier: "TokenInputs") -> "TokenInputs":
+        """`earlier`'s tokens followed by these."""
+        real = None
+        if self.real is not None or earlier.real is not None:
+            masks = [
+                x.parts[0].new_ones(x.parts[0].shape[:2], dtype=torch.bool) if x.real is None else x.real
+                for x in (earlier, self)
+            ]
+            real = torch.cat(masks, dim=1)
+        pairs = zip(earlier.parts, self.parts, strict=True)
+        return TokenInputs(tuple(torch.cat(pair, dim=1) for pair in pairs), real)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TokenInputs":
+        """`function` applied to every tensor, the mask included."""
+        real = None if self.real is None else function(self.real)
+        return TokenInputs(tuple(function(x) for x in self.parts), real)
+
+    def layout(self):
+        """How to lay these tokens out, see `sequence.py`."""
+        return padded_layout(self.real, self.length)
 
 
 class GrowingLayer(DynamicLayer):
@@ -121,10 +163,10 @@ class DeltaStateLayer(LinearAttentionLayer):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.log: DeltaInputs | None = None
+        self.log: TokenInputs | None = None
         self.settled = False
 
-    def run(self, inputs: "DeltaInputs", advance, layout) -> Tensor:
+    def run(self, inputs: TokenInputs, advance, layout) -> Tensor:
         """Continue the recurrence over `inputs` and keep what the next forward needs; returns (B, T, P)."""
         window, state = self._memory()
         if not self.record_past:
@@ -144,18 +186,17 @@ class DeltaStateLayer(LinearAttentionLayer):
         outputs = []
         if absorbed > 0:
             first = inputs.slice(0, absorbed)
-            o, window, state = advance(first, window, state, _layout_of(first), keep=True)
+            o, window, state = advance(first, window, state, first.layout(), keep=True)
             self._keep(window, state)
             outputs.append(o)
         if absorbed < total:
             rest = inputs.slice(absorbed, total)
-            o, _, _ = advance(rest, window, state, _layout_of(rest), keep=False)
+            o, _, _ = advance(rest, window, state, rest.layout(), keep=False)
             outputs.append(o)
             self.log = rest.map(lambda x: x.detach().clone())
         else:
             self.log = None
         self.settled = False
-        self.has_previous_state[0] = True
         return torch.cat(outputs, dim=1)[:, -new:]
 
     def _memory(self) -> tuple[Tensor | None, Tensor | None]:
@@ -228,21 +269,18 @@ class DeltaStateLayer(LinearAttentionLayer):
         if self.is_recurrent_states_initialized[0]:
             tensors = {"window": self.conv_states[0], "state": self.recurrent_states[0]}
         if self.log is not None:
-            names = ("q", "k", "v", "g", "beta", "real")
-            parts = (*self.log.tensors(), self.log.real)
-            tensors.update({f"log.{n}": x for n, x in zip(names, parts, strict=True) if x is not None})
+            tensors.update({f"log.{i}": x for i, x in enumerate(self.log.parts)})
+            if self.log.real is not None:
+                tensors["log.real"] = self.log.real
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take over tensors that `stored` gave."""
-        from .mixers.kimi_delta_attention import DeltaInputs
-
         if "state" in tensors:
             self._keep(tensors["window"], tensors["state"])
-        if "log.q" in tensors:
-            parts = [tensors.get(f"log.{name}") for name in ("q", "k", "v", "g", "beta", "real")]
-            self.log, self.record_past, self.settled = DeltaInputs(*parts), True, True
-            self.has_previous_state[0] = "state" in tensors
+        parts = tuple(tensors[name] for name in sorted(tensors) if name.startswith("log.") and name != "log.real")
+        if parts:
+            self.log, self.record_past, self.settled = TokenInputs(parts, tensors.get("log.real")), True, True
 
 
 class _PlainRecurrentLayer:
@@ -251,7 +289,7 @@ class _PlainRecurrentLayer:
     def __init__(self, layer: LinearAttentionLayer):
         self.layer = layer
 
-    def run(self, inputs: "DeltaInputs", advance, layout) -> Tensor:
+    def run(self, inputs: TokenInputs, advance, layout) -> Tensor:
         layer = self.layer
         if layer.record_past:
             raise CacheError(

@@ -142,7 +142,7 @@ def build_mask_info(
     """
     batch, length = inputs_embeds.shape[:2]
     if isinstance(attention_mask, dict):
-        layout = _padded_layout(attention_mask.get("linear_attention"), length)
+        layout = padded_layout(attention_mask.get("linear_attention"), length)
         return MaskInfo(attention_mask.get("full_attention"), layout)
     past = _cached_length(past_key_values)
     attention_mask = _full_mask(attention_mask, past_key_values, past, batch, length)
@@ -156,7 +156,7 @@ def build_mask_info(
         return _packed_mask_info(config, inputs_embeds, attention_mask, starts)
     layout = None
     if attention_mask is not None and attention_mask.ndim == 2:
-        layout = _padded_layout(attention_mask, length)
+        layout = padded_layout(attention_mask, length)
     attention = None
     if "full_attention" in config.layer_types:
         attention = create_causal_mask(
@@ -200,7 +200,7 @@ def _full_mask(mask: Tensor | None, cache, past: int | Tensor, batch: int, lengt
     return mask
 
 
-def _padded_layout(mask: Tensor | None, length: int) -> PaddedRows | None:
+def padded_layout(mask: Tensor | None, length: int) -> PaddedRows | None:
     """The layout for a 2-D mask whose last `length` columns are the present tokens; None when all of them are real."""
     if mask is None:
         return None

@@ -3,60 +3,14 @@
 Source: Kimi Linear (arXiv 2510.26692); Kimi K3 release, `KimiDeltaAttention`; kimi_k3.md 3.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from ...ops.kda import kda
-from ..cache import recurrent_layer
+from ..cache import TokenInputs, recurrent_layer
 from ..norms import KimiGatedRMSNorm
 from ..sequence import MaskInfo, PaddedRows, SequenceLayout
 from .short_convolution import ShortConvolution
-
-
-@dataclass
-class DeltaInputs:
-    """What the recurrence consumes, token by token: raw projections, all (B, T, C) in token order.
-
-    Attributes:
-        q, k, v: (B, T, P), before the convolution. g: (B, T, P) decay logits. beta: (B, T, H) write logits.
-        real: (B, T) bool, or None when no token is padding.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    real: Tensor | None = None
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.q, self.k, self.v, self.g, self.beta
-
-    @property
-    def length(self) -> int:
-        return self.q.shape[1]
-
-    def slice(self, start: int, stop: int) -> "DeltaInputs":
-        """Tokens start..stop."""
-        real = None if self.real is None else self.real[:, start:stop]
-        return DeltaInputs(*(x[:, start:stop] for x in self.tensors()), real)
-
-    def after(self, earlier: "DeltaInputs") -> "DeltaInputs":
-        """`earlier`'s tokens followed by these."""
-        real = None
-        if self.real is not None or earlier.real is not None:
-            parts = [
-                x.q.new_ones(x.q.shape[:2], dtype=torch.bool) if x.real is None else x.real for x in (earlier, self)
-            ]
-            real = torch.cat(parts, dim=1)
-        return DeltaInputs(*(torch.cat(p, dim=1) for p in zip(earlier.tensors(), self.tensors(), strict=True)), real)
-
-    def map(self, function) -> "DeltaInputs":
-        """`function` applied to every tensor, the mask included."""
-        real = None if self.real is None else function(self.real)
-        return DeltaInputs(*(function(x) for x in self.tensors()), real)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -103,14 +57,14 @@ class KimiDeltaAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """(B, T, D) -> (B, T, D), None. Continues from the cache's state and window, and leaves the new ones there."""
         layout = None if mask_info is None else mask_info.layout
-        inputs = DeltaInputs(
+        raw = (
             self.q_proj(hidden_states),
             self.k_proj(hidden_states),
             self.v_proj(hidden_states),
             self.f_b_proj(self.f_a_proj(hidden_states)),
             self.b_proj(hidden_states),
-            layout.real if isinstance(layout, PaddedRows) else None,
         )
+        inputs = TokenInputs(raw, layout.real if isinstance(layout, PaddedRows) else None)
         layer = recurrent_layer(past_key_values, self.layer_idx)
         if layer is None:
             mixed, _, _ = self.advance(inputs, None, None, layout, keep=False)
@@ -123,7 +77,7 @@ class KimiDeltaAttention(nn.Module):
 
     def advance(
         self,
-        inputs: DeltaInputs,
+        inputs: TokenInputs,
         window: Tensor | None,
         state: Tensor | None,
         layout: SequenceLayout | None,
@@ -133,6 +87,7 @@ class KimiDeltaAttention(nn.Module):
         """Run the recurrence over `inputs`.
 
         Args:
+            inputs: raw q, k, v (B, T, P) before the convolution, decay logits (B, T, P), write logits (B, T, H).
             window: (B, 3P, W) earlier raw inputs of the three convolutions [q; k; v], or None.
             state: (B, H, K, V) fp32, or None.
             layout: where sequences begin and which tokens are padding.
@@ -141,7 +96,7 @@ class KimiDeltaAttention(nn.Module):
         Returns:
             o (B, T, P); window and state, or None.
         """
-        raw = list(inputs.tensors())
+        raw = list(inputs.parts)
         cu_seqlens = None
         if layout is not None:
             raw = [layout.pack(x) for x in raw]
