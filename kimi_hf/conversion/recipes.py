@@ -16,7 +16,7 @@ import torch
 
 from kimi_hf.conversion.layout import DTYPE_BYTES, MXFP4_GROUP, TensorSpec
 from kimi_hf.conversion.shards import TORCH_DTYPES, Checkpoint, TensorEntry, as_tensor
-from kimi_hf.conversion.writer import CHUNK, Recipe
+from kimi_hf.conversion.writer import CHUNK, Chunk, Recipe
 from kimi_hf.errors import CheckpointError
 from kimi_hf.ops import mxfp4
 
@@ -85,10 +85,17 @@ class Copy:
     spec: TensorSpec
     ranges: Sequence[ByteRange]
 
-    def chunks(self) -> Iterator[bytearray]:
+    def chunks(self) -> Iterator[Chunk]:
         for part in self.ranges:
-            for start in range(0, part.nbytes, CHUNK):
-                yield part.read(start, min(CHUNK, part.nbytes - start))
+            start = 0
+            while start < part.nbytes:
+                length = part.checkpoint.hole(part.entry, part.start + start, part.nbytes - start)
+                if length:
+                    yield length
+                else:
+                    length = min(CHUNK, part.nbytes - start)
+                    yield part.read(start, length)
+                start += length
 
     def describe(self) -> str:
         return "copy " + " ".join(part.describe() for part in self.ranges)
@@ -101,7 +108,7 @@ class Dense:
     spec: TensorSpec
     matrices: Sequence[Matrix]
 
-    def chunks(self) -> Iterator[bytearray]:
+    def chunks(self) -> Iterator[Chunk]:
         for matrix in self.matrices:
             step = max(1, CHUNK // (matrix.cols * 4))
             for begin in range(0, matrix.rows, step):
@@ -124,7 +131,7 @@ class Packed:
     matrices: Sequence[Matrix]
     scales: Sequence[ByteRange | None]
 
-    def chunks(self) -> Iterator[bytearray]:
+    def chunks(self) -> Iterator[Chunk]:
         for matrix, scale in zip(self.matrices, self.scales, strict=True):
             step = max(1, CHUNK // (matrix.cols * 8))
             for begin in range(0, matrix.rows, step):
@@ -162,7 +169,7 @@ class Padded:
     spec: TensorSpec
     source: ByteRange
 
-    def chunks(self) -> Iterator[bytearray]:
+    def chunks(self) -> Iterator[Chunk]:
         data = self.source.read()[: self.spec.nbytes]
         yield data + bytes(self.spec.nbytes - len(data))
 
@@ -177,7 +184,7 @@ class Cast:
     spec: TensorSpec
     source: ByteRange
 
-    def chunks(self) -> Iterator[bytearray]:
+    def chunks(self) -> Iterator[Chunk]:
         size = DTYPE_BYTES[self.source.entry.dtype]
         for start in range(0, self.source.nbytes, CHUNK):
             raw = self.source.read(start, min(CHUNK, self.source.nbytes - start))
@@ -196,7 +203,7 @@ class InMemory:
     spec: TensorSpec
     tensor: torch.Tensor = field(repr=False)
 
-    def chunks(self) -> Iterator[bytearray]:
+    def chunks(self) -> Iterator[Chunk]:
         data = to_bytes(self.tensor)
         for start in range(0, len(data), CHUNK):
             yield data[start : start + CHUNK]
@@ -212,7 +219,7 @@ class Followed:
     spec: TensorSpec
     parts: Sequence[Recipe]
 
-    def chunks(self) -> Iterator[bytearray]:
+    def chunks(self) -> Iterator[Chunk]:
         for part in self.parts:
             yield from part.chunks()
 
@@ -234,7 +241,7 @@ class Random:
     seed: int
     zero_from: int | None = None
 
-    def chunks(self) -> Iterator[bytearray]:
+    def chunks(self) -> Iterator[Chunk]:
         digest = hashlib.sha256(f"{self.seed} {self.spec.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         count = math.prod(self.spec.shape)

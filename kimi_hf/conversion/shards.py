@@ -8,6 +8,7 @@ Source: the safetensors format (8-byte little-endian header length, JSON, then t
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -183,6 +184,7 @@ class Checkpoint:
         for header in headers.values():
             self.entries.update(header.entries)
         self._files: dict[Path, int] = {}
+        self._sparse: dict[Path, bool] = {}
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -224,6 +226,15 @@ class Checkpoint:
             raise CheckpointError(f"{entry.path}: reading tensor {entry.name}: {error.strerror}") from error
         return buffer
 
+    def hole(self, entry: TensorEntry, start: int, length: int) -> int:
+        """How many of the `length` bytes from byte `start` of a tensor lie in a hole of a sparse file (0: none)."""
+        if entry.path not in self._sparse:
+            stat = entry.path.stat()
+            self._sparse[entry.path] = stat.st_blocks * 512 < stat.st_size
+        if not self._sparse[entry.path]:
+            return 0
+        return hole_length(self._open(entry.path), entry.offset + start, length)
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in its stored dtype and shape, on the CPU."""
         entry = self.entry(name)
@@ -246,6 +257,18 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def hole_length(file: int, at: int, length: int) -> int:
+    """How many of the `length` bytes from `at` on are a hole (read as zeros, take no room on disk)."""
+    try:
+        return min(length, os.lseek(file, at, os.SEEK_DATA) - at)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # no data up to the end of the file
+            return length
+        if error.errno == errno.EINVAL:  # a file system that cannot tell
+            return 0
+        raise
 
 
 def as_tensor(buffer: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from kimi_hf.conversion.layout import TensorSpec
-from kimi_hf.conversion.shards import INDEX_NAME, SINGLE_NAME
+from kimi_hf.conversion.shards import INDEX_NAME, SINGLE_NAME, hole_length
 from kimi_hf.errors import CheckpointError
 
 JOURNAL = "conversion-journal.jsonl"
@@ -44,12 +44,15 @@ _DTYPE_RANK = {
 }
 
 
+Chunk = bytearray | int  # some bytes, or a number of zero bytes (a hole of a sparse file)
+
+
 class Recipe(Protocol):
     """How to make one tensor: its spec, and its bytes in pieces of a few MB, the same ones on every call."""
 
     spec: TensorSpec
 
-    def chunks(self) -> Iterator[bytearray]: ...
+    def chunks(self) -> Iterator[Chunk]: ...
 
     def describe(self) -> str: ...
 
@@ -296,10 +299,11 @@ def _write_tensors(file: int, prefix: bytes, recipes: Sequence[Recipe], bar: tqd
     for recipe in recipes:
         end = at + recipe.spec.nbytes
         for chunk in recipe.chunks():
-            if not is_zero(chunk):
+            size = chunk if isinstance(chunk, int) else len(chunk)
+            if not isinstance(chunk, int) and not is_zero(chunk):
                 _write_all(file, chunk, at)
-            at += len(chunk)
-            bar.update(len(chunk))
+            at += size
+            bar.update(size)
         if at != end:
             raise CheckpointError(f"{recipe.spec.name}: its sources gave {at - end:+d} bytes; the input is damaged")
 
@@ -310,13 +314,26 @@ def _verify_tensors(file: int, path: Path, prefix: bytes, recipes: Sequence[Reci
     at = len(prefix)
     for recipe in recipes:
         for chunk in recipe.chunks():
-            if chunk != _read_all(file, len(chunk), at):
+            size = chunk if isinstance(chunk, int) else len(chunk)
+            if not _reads_as(file, at, chunk):
                 raise CheckpointError(
                     f"{path}: tensor {recipe.spec.name} reads back differently from its source; check the disk and "
                     f"run the command again"
                 )
-            at += len(chunk)
-            bar.update(len(chunk))
+            at += size
+            bar.update(size)
+
+
+def _reads_as(file: int, at: int, chunk: Chunk) -> bool:
+    if not isinstance(chunk, int):
+        return chunk == _read_all(file, len(chunk), at)
+    end = at + chunk
+    while at < end:
+        length = hole_length(file, at, end - at) or min(CHUNK, end - at)
+        if not hole_length(file, at, 1) and not is_zero(_read_all(file, length, at)):
+            return False
+        at += length
+    return True
 
 
 def is_zero(chunk: bytearray) -> bool:

@@ -1,0 +1,134 @@
+"""The whole released Kimi K3 checkpoint as sparse files: every name, shape, dtype and offset, no data.
+
+96 shards and an index of 497,220 tensors, 1.56 TB apparent, a few hundred MB on disk, so that tools can be tried at
+the real thing's size. Then times the command line tools on it and prints a table.
+
+    python benchmarks/full_geometry.py OUT            # writes OUT/kimi-k3, measures, deletes
+    python benchmarks/full_geometry.py OUT --keep     # leaves the files
+    python benchmarks/full_geometry.py OUT --write-only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from kimi_hf.conversion.configs import to_json
+from kimi_hf.conversion.geometry import load_config
+from kimi_hf.conversion.layout import TensorSpec, is_vision, released_layout
+from kimi_hf.conversion.shards import INDEX_NAME
+from kimi_hf.conversion.writer import build_header
+
+SHARDS = 96
+CLI = "import sys; from kimi_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def check_sparse(folder: Path, size: int = 17_000_000_000) -> None:
+    """Raise SystemExit unless the file system keeps a file of `size` bytes as a hole."""
+    probe = folder / "sparse-probe"
+    try:
+        with probe.open("wb") as file:
+            file.truncate(size)
+        taken = probe.stat().st_blocks * 512
+    except OSError as error:
+        raise SystemExit(f"{folder}: a {size / 1e9:.0f} GB file is refused ({error}); choose another disk") from error
+    finally:
+        probe.unlink(missing_ok=True)
+    if taken > 1_000_000:
+        raise SystemExit(f"{folder}: its file system does not keep holes ({taken} bytes taken); choose another disk")
+
+
+def split(specs: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
+    """`count` runs of about equal bytes, in order; the vision tensors fill the last two, as in the release."""
+    text = [spec for spec in specs if not is_vision(spec.name)]
+    total, filled = sum(spec.nbytes for spec in text), 0
+    shards: list[list[TensorSpec]] = [[] for _ in range(count)]
+    for spec in text:
+        shards[min(count - 1, filled * count // total)].append(spec)
+        filled += spec.nbytes
+    vision = [spec for spec in specs if is_vision(spec.name)]
+    half = len(vision) // 2
+    shards[-2].extend(vision[:half])
+    shards[-1].extend(vision[half:])
+    return shards
+
+
+def write_geometry(config: Mapping[str, Any], out: Path, count: int = SHARDS) -> tuple[int, int]:
+    """Write the sparse checkpoint; returns the number of tensors and their bytes."""
+    out.mkdir(parents=True)
+    specs = list(released_layout(config))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(tqdm(split(specs, count), desc="sparse shards"), start=1):
+        name = f"model-{number:05d}-of-{count:06d}.safetensors"
+        header = build_header(shard, {"format": "pt"})
+        with (out / name).open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(spec.nbytes for spec in shard))
+        weight_map.update((spec.name, name) for spec in shard)
+    total = sum(spec.nbytes for spec in specs)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (out / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    (out / "config.json").write_bytes(to_json(config))
+    return len(specs), total
+
+
+def measure(arguments: Sequence[str]) -> tuple[int, float, float]:
+    """Run `kimi-hf` with `arguments`: exit status, seconds, peak resident GB."""
+    start = time.perf_counter()
+    child = os.posix_spawn(sys.executable, [sys.executable, "-c", CLI, *arguments], os.environ)
+    _, status, usage = os.wait4(child, 0)
+    return os.waitstatus_to_exitcode(status), time.perf_counter() - start, usage.ru_maxrss / 1e6
+
+
+def disk_usage(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder on a disk with room for a few GB, outside the repository")
+    parser.add_argument("--config", type=Path, help="config.json; default: the kimi-k3 preset")
+    parser.add_argument("--keep", action="store_true", help="do not delete the files")
+    parser.add_argument("--write-only", action="store_true", help="write and keep, measure nothing")
+    args = parser.parse_args()
+    if args.config is None:
+        from kimi_hf.configuration import preset
+
+        config = preset("kimi-k3").to_dict()
+    else:
+        config = load_config(args.config)
+    args.out.mkdir(parents=True, exist_ok=True)
+    check_sparse(args.out)
+    folder, cut = args.out / "kimi-k3", args.out / "kimi-k3-layers-0-3"
+    start = time.perf_counter()
+    try:
+        tensors, total = write_geometry(config, folder)
+        rows = [("write", 0, time.perf_counter() - start, 0.0)]
+        print(f"{tensors:,} tensors, {total:,} bytes apparent, {disk_usage(folder) / 1e6:.0f} MB on disk")
+        if not args.write_only:
+            rows.append(("info", *measure(["info", str(folder)])))
+            rows.append(("verify", *measure(["verify", str(folder)])))
+            rows.append(("slice --layers 0-3", *measure(["slice", str(folder), str(cut), "--layers", "0-3"])))
+            rows.append(("verify slice", *measure(["verify", str(cut)])))
+            print(f"the slice takes {disk_usage(cut) / 1e6:.0f} MB on disk")
+        print(f"\n{'step':<22} {'exit':>4} {'seconds':>8} {'peak GB':>8}")
+        for name, status, seconds, peak in rows:
+            print(f"{name:<22} {status:>4} {seconds:>8.1f} {peak:>8.2f}")
+        return max(status for _, status, _, _ in rows)
+    finally:
+        if not (args.keep or args.write_only):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(cut, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
