@@ -29,6 +29,7 @@ ENVIRONMENT = "KIMI_HF_BACKEND"
 # Tried in turn when nothing was asked for. Reference is last: it is right everywhere and slow everywhere.
 AUTOMATIC = {"cuda": ("triton", "fla", "eager", "reference")}
 AUTOMATIC_ELSEWHERE = ("eager", "reference")
+PLAIN = ("eager", "reference")
 
 # Process-wide on purpose: autograd threads that recompute a checkpointed forward must see the same choice.
 _chosen: dict[str, str] = {}
@@ -43,7 +44,7 @@ class Backend:
     """One implementation of one operation: where it lives and when it declines.
 
     `why_not` gets the facts the operation passes to `Operation.pick` (shapes, dtypes, options) as keywords and returns
-    None, or the reason in words. The module is imported only when the backend is chosen.
+    None, or the reason in words. Other modules than plain PyTorch ones are imported only when the backend is chosen.
     """
 
     name: str
@@ -61,7 +62,8 @@ class Operation:
     def __init__(self, name: str, *backends: Backend):
         self.name = name
         self.backends = {backend.name: backend for backend in backends}
-        self._loaded: dict[str, Callable] = {}
+        # Plain PyTorch is imported at once: a compiler that traces the first call could not follow an import.
+        self._loaded = {name: backend.load() for name, backend in self.backends.items() if name in PLAIN}
 
     def pick(self, tensor: Tensor, backend: str | None = None, **facts: object) -> Callable:
         """The implementation for a call whose first input is `tensor`.
@@ -95,8 +97,9 @@ class Operation:
 
 def requested(operation: str) -> str | None:
     """The backend that `use_backend`, `set_backend` or the environment asks for, None for automatic."""
-    chosen = _chosen or _from_environment()
-    return chosen.get(operation, chosen.get("*"))
+    if _chosen:
+        return _chosen.get(operation, _chosen.get("*"))
+    return _from_environment(operation)
 
 
 def set_backend(backend: str | Mapping[str, str] | None) -> None:
@@ -145,11 +148,12 @@ def _checked(backend: str | Mapping[str, str] | None, source: str) -> dict[str, 
 
 
 @torch.compiler.assume_constant_result
-def _from_environment() -> dict[str, str]:
+def _from_environment(operation: str) -> str | None:
     text = os.environ.get(ENVIRONMENT, "").strip()
     if not text or text == "auto":
-        return {}
-    return _parsed(text)
+        return None
+    table = _parsed(text)
+    return table.get(operation, table.get("*"))
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kimi_hf.ops import checks
+from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["delta_rule"]
@@ -68,15 +69,16 @@ def delta_rule(
     if scale is None:
         scale = 1.0 if g is None else K**-0.5
     run = OPERATION.pick(q, backend, head_dim=K, value_dim=v.shape[3], tokens=T, gated=g is not None)
-    return run(
-        q,
-        k,
-        v,
-        beta,
-        g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        inplace_state=inplace_state,
-    )
+    with no_autocast(q):
+        return run(
+            q,
+            k,
+            v,
+            beta,
+            g=g,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            inplace_state=inplace_state,
+        )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kimi_hf.ops.delta_rule.chunk import TileGradients, backward_tile, forward_tile
 from kimi_hf.ops.delta_rule.pairs import Tokens, Work
-from kimi_hf.ops.delta_rule.tiles import Group, Tile, chunk_length, plan, spans_of
+from kimi_hf.ops.delta_rule.tiles import LONGEST_CHUNK, Group, Tile, chunk_length, plan, spans_of
 
 
 class Rule(Protocol):
@@ -24,6 +24,7 @@ class Rule(Protocol):
     """
 
     inputs: Sequence[Tensor | None]
+    dtype: torch.dtype  # of the arithmetic and the state
 
     def load(self, tile: Tile, work: Work) -> Tokens: ...
 
@@ -39,53 +40,65 @@ class Rule(Protocol):
 
 
 def chunked_forward(
-    rule: Rule, initial_state: Tensor | None, bounds: list[int] | None, dtype: torch.dtype, keep: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    rule: Rule, initial_state: Tensor | None, bounds: list[int] | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """o [B, T, H, V] in v.dtype, the final state [N, H, K, V], and with `keep` the state at each tile's start."""
     q, v = rule.inputs[0], rule.inputs[2]
-    groups, work = _groups(rule, bounds), Work(q, dtype)
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    N = q.shape[0] if bounds is None else len(bounds) - 1
-    shape = (N, q.shape[2], q.shape[3], v.shape[3])
-    final = torch.zeros(shape, dtype=dtype, device=q.device) if initial_state is None else initial_state.clone()
-    kept = []
+    groups, work = _groups(rule, bounds), Work(q, rule.dtype)
+    sequences = q.shape[0] if bounds is None else len(bounds) - 1
+    o, final, kept = forward_outputs(q, v, rule.dtype, sequences, keep)
+    if initial_state is None:
+        final.zero_()
+    else:
+        final.copy_(initial_state)
+    row = 0
     for group in groups:
         S = final[group.sequences, group.heads].flatten(0, 1)  # indexing copies
         for tile in group.tiles:
             active = S[: tile.lanes]
             if keep:
-                kept.append(active.clone())
+                kept[row : row + tile.lanes] = active
+                row += tile.lanes
             tile.put(o, forward_tile(tile, rule.load(tile, work), active, work))
         final[group.sequences, group.heads] = S.unflatten(0, (len(group.sequences), -1))
     return o, final, kept
 
 
-def chunked_backward(
-    rule: Rule,
-    kept: list[Tensor],
-    bounds: list[int] | None,
-    grad_o: Tensor | None,
-    grad_final: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def chunked_backward(rule: Rule, kept: Tensor, bounds: list[int] | None, grad_o: Tensor, grad_final: Tensor) -> Tensor:
     """Fills `rule.gradients`; returns the gradient of the initial state [N, H, K, V]."""
-    q, v = rule.inputs[0], rule.inputs[2]
-    groups, work = _groups(rule, bounds), Work(q, dtype)
+    q = rule.inputs[0]
+    groups, work = _groups(rule, bounds), Work(q, rule.dtype)
     rule.start_backward()
-    N = q.shape[0] if bounds is None else len(bounds) - 1
-    shape = (N, q.shape[2], q.shape[3], v.shape[3])
-    grad_state = torch.zeros(shape, dtype=dtype, device=q.device) if grad_final is None else grad_final.to(dtype).clone()
-    tile_starts = iter(kept)
+    grad_state = grad_final.to(rule.dtype, copy=True, memory_format=torch.contiguous_format)
+    row = 0
     for group in groups:
-        starts = [next(tile_starts) for _ in group.tiles]
+        rows = []
+        for tile in group.tiles:
+            rows.append(row)
+            row += tile.lanes
         Z = grad_state[group.sequences, group.heads].flatten(0, 1)
-        for tile, start in zip(reversed(group.tiles), reversed(starts), strict=True):
+        for tile, start in zip(reversed(group.tiles), reversed(rows), strict=True):
             tokens = rule.load(tile, work)
-            S = work.get("S", *start.shape).copy_(start)
+            S = work.get("S", tile.lanes, *kept.shape[1:]).copy_(kept[start : start + tile.lanes])
             grads = backward_tile(tile, tokens, S, tile.take(grad_o), Z[: tile.lanes], work)
             rule.unload(tile, tokens, grads, work)
         grad_state[group.sequences, group.heads] = Z.unflatten(0, (len(group.sequences), -1))
     return grad_state
+
+
+def forward_outputs(
+    q: Tensor, v: Tensor, dtype: torch.dtype, sequences: int, keep: bool, extra: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised o, final state and kept states, the last with room for one state a lane and chunk.
+
+    The number of tiles depends on the lengths of the sequences; room that is not needed is never touched. The sizes
+    follow from shapes alone, so that a compiler can know them. `extra` widens the states.
+    """
+    B, T, H, K = q.shape
+    V = v.shape[3] + extra
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    rows = H * (sequences + B * T // LONGEST_CHUNK) if keep else 0
+    return o, q.new_empty(sequences, H, K, V, dtype=dtype), q.new_empty(rows, K, V, dtype=dtype)
 
 
 def _groups(rule: Rule, bounds: list[int] | None) -> list[Group]:

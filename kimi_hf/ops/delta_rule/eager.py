@@ -6,27 +6,71 @@ import torch
 from torch import Tensor
 
 from kimi_hf.ops import checks
-from kimi_hf.ops.delta_rule.chunked import chunked_backward, chunked_forward
+from kimi_hf.ops.autocast import no_autocast
+from kimi_hf.ops.delta_rule.chunked import chunked_backward, chunked_forward, forward_outputs
 from kimi_hf.ops.delta_rule.rule import DeltaRule
 from kimi_hf.ops.delta_rule.steps import STEPS_AT_MOST, delta_steps
 
+# Registered with torch so that a compiler sees one operation instead of a loop over tiles.
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g"
 
-class _ChunkedDeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scale, bounds, initial_state, *inputs):
-        rule = DeltaRule(list(inputs), scale)
-        o, final, kept = chunked_forward(rule, initial_state, bounds, rule.dtype, any(ctx.needs_input_grad))
-        ctx.save_for_backward(*inputs, *kept)
-        ctx.scale, ctx.bounds, ctx.has_state = scale, bounds, initial_state is not None
-        return o, final
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_o, grad_final):
-        inputs, kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        rule = DeltaRule(list(inputs), ctx.scale)
-        grad_state = chunked_backward(rule, list(kept), ctx.bounds, grad_o, grad_final, rule.dtype)
-        return None, None, grad_state if ctx.has_state else None, *rule.finished_gradients()
+@torch.library.custom_op(
+    "kimi_hf::delta_rule_chunked",
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _chunked(q, k, v, beta, g, initial_state, cu_seqlens, scale, keep):
+    bounds = None if cu_seqlens is None else checks.sequence_bounds("delta_rule", cu_seqlens, q.shape[1])
+    with no_autocast(q):
+        return chunked_forward(DeltaRule([q, k, v, beta, g], scale), initial_state, bounds, keep)
+
+
+@torch.library.custom_op(
+    "kimi_hf::delta_rule_chunked_backward",
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor? cu_seqlens, float scale, Tensor kept, Tensor grad_o, Tensor grad_final)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _chunked_backward(q, k, v, beta, g, cu_seqlens, scale, kept, grad_o, grad_final):
+    rule = DeltaRule([q, k, v, beta, g], scale)
+    bounds = None if cu_seqlens is None else checks.sequence_bounds("delta_rule", cu_seqlens, q.shape[1])
+    with no_autocast(q):
+        grad_state = chunked_backward(rule, kept, bounds, grad_o, grad_final)
+        *grads, grad_g = rule.finished_gradients()
+        return *grads, q.new_empty(0) if grad_g is None else grad_g, grad_state
+
+
+@_chunked.register_fake
+def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, keep):
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return forward_outputs(q, v, checks.compute_dtype(q.dtype), sequences, keep)
+
+
+@_chunked_backward.register_fake
+def _(q, k, v, beta, g, cu_seqlens, scale, kept, grad_o, grad_final):
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, beta)]
+    grad_g = q.new_empty(0) if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
+    dtype = checks.compute_dtype(q.dtype)
+    return *grads, grad_g, torch.empty_like(grad_final, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _remember(ctx, inputs, output):
+    *tensors, initial_state, cu_seqlens, scale, _ = inputs
+    ctx.save_for_backward(*tensors, cu_seqlens, output[2])
+    ctx.scale, ctx.has_state, ctx.gated = scale, initial_state is not None, tensors[4] is not None
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate(ctx, grad_o, grad_final, _):
+    *tensors, cu_seqlens, kept = ctx.saved_tensors
+    *grads, grad_g, grad_state = _chunked_backward(*tensors, cu_seqlens, ctx.scale, kept, grad_o, grad_final)
+    grads.append(grad_g if ctx.gated else None)
+    return *grads, grad_state if ctx.has_state else None, None, None, None
+
+
+_chunked.register_autograd(_differentiate, setup_context=_remember)
 
 
 def delta_rule_eager(
@@ -47,12 +91,10 @@ def delta_rule_eager(
     if cu_seqlens is None and q.shape[1] <= STEPS_AT_MOST and not checks.needs_gradient(initial_state, *inputs):
         dtype = checks.compute_dtype(q.dtype)
         decay = None if g is None else g.to(dtype).exp()[..., None]
-        o, final = delta_steps(
-            q.to(dtype) * scale, k.to(dtype), v, decay, beta.to(dtype), initial_state, inplace_state
-        )
+        o, final = delta_steps(q.to(dtype) * scale, k.to(dtype), v, decay, beta.to(dtype), initial_state, inplace_state)
         return o, final if output_final_state or inplace_state else None
-    bounds = None if cu_seqlens is None else checks.sequence_bounds("delta_rule", cu_seqlens, q.shape[1])
-    o, final = _ChunkedDeltaRule.apply(scale, bounds, initial_state, *inputs)
+    keep = checks.needs_gradient(initial_state, *inputs)
+    o, final, _ = _chunked(*inputs, initial_state, cu_seqlens, scale, keep)
     if inplace_state:
         final = initial_state.copy_(final)
     return o, final if output_final_state or inplace_state else None

@@ -28,9 +28,7 @@ class PairGradients:
 
     def flattened(self, X: int, C: int, K: int) -> PairGradients:
         total = None if self.total is None else self.total.view(X, -1)
-        return PairGradients(
-            self.rows.view(X, C, 2, K), self.cols.view(X, C, K), total, self.products.view(X, C, 2, C)
-        )
+        return PairGradients(self.rows.view(X, C, 2, K), self.cols.view(X, C, K), total, self.products.view(X, C, 2, C))
 
 
 def pairs_backward(
@@ -64,9 +62,7 @@ def spread_shares(rows: Tensor, cols: Tensor, shares: list[tuple[Tensor, Tensor]
     return rows
 
 
-def _channel_backward(
-    tokens: Tokens, pairs: Pairs, grads: PairGradients, work: Work
-) -> tuple[Tensor, Tensor, Tensor]:
+def _channel_backward(tokens: Tokens, pairs: Pairs, grads: PairGradients, work: Work) -> tuple[Tensor, Tensor, Tensor]:
     q, k = tokens.q, tokens.k
     X, C, K = k.shape
     diagonal = grads.products[:, :, 1].diagonal(0, 1, 2)[..., None]  # q_i . k_i has no decay in it
@@ -88,9 +84,7 @@ def _channel_backward(
         block = work.get("grad_block", N, 2 * half, half)
         block.view(X, -1, half, 2, half).copy_(block_view(grads.products, half))
         to_rows = torch.bmm(block, cols, out=work.get("to_rows", N, 2 * half, K)).view(N, half, 2, K)
-        to_cols = torch.bmm(
-            block.transpose(1, 2), rows.view(N, 2 * half, K), out=work.get("to_cols", N, half, K)
-        )
+        to_cols = torch.bmm(block.transpose(1, 2), rows.view(N, 2 * half, K), out=work.get("to_cols", N, half, K))
         grad_k2[:, 1].addcmul_(right, to_rows[:, :, 0])
         grad_q2[:, 1].addcmul_(right, to_rows[:, :, 1])
         grad_k2[:, 0].addcmul_(left, to_cols)

@@ -19,6 +19,7 @@ from torch import Tensor
 # the last-level cache, and the part a single step of the scan touches (a quarter) in the second level.
 TILE_ELEMENTS = 1 << 18
 SCAN_SHARE = 4
+LONGEST_CHUNK = 64
 
 
 class Span(NamedTuple):
@@ -116,10 +117,10 @@ def spans_of(batch: int, tokens: int, bounds: list[int] | None) -> list[Span]:
     return [Span(0, start, end - start) for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def chunk_length(spans: list[Span], largest: int = 64) -> int:
-    """64, or the smallest power of two that holds the longest sequence."""
+def chunk_length(spans: list[Span]) -> int:
+    """`LONGEST_CHUNK`, or the smallest power of two that holds the longest sequence."""
     longest = max((span.length for span in spans), default=1)
-    return min(largest, 1 << max(longest - 1, 0).bit_length())
+    return min(LONGEST_CHUNK, 1 << max(longest - 1, 0).bit_length())
 
 
 def plan(spans: list[Span], heads: int, width: int, chunk: int, device: torch.device) -> Iterator[Group]:

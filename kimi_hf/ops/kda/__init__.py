@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kimi_hf.errors import ShapeError
 from kimi_hf.ops import checks
+from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 from kimi_hf.ops.kda.gate import kda_log_decay, l2_normalize
 
@@ -74,17 +75,18 @@ def kda(
     if inplace_state:
         checks.require_inplace_allowed("kda", initial_state)
     run = OPERATION.pick(q, backend, head_dim=K, value_dim=v.shape[3], tokens=T, lower_bound=lower_bound)
-    return run(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        inplace_state=inplace_state,
-    )
+    with no_autocast(q):
+        return run(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=lower_bound,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            inplace_state=inplace_state,
+        )

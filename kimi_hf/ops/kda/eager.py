@@ -6,29 +6,69 @@ import torch
 from torch import Tensor
 
 from kimi_hf.ops import checks
-from kimi_hf.ops.delta_rule.chunked import chunked_backward, chunked_forward
+from kimi_hf.ops.autocast import no_autocast
+from kimi_hf.ops.delta_rule.chunked import chunked_backward, chunked_forward, forward_outputs
 from kimi_hf.ops.delta_rule.steps import STEPS_AT_MOST, delta_steps
 from kimi_hf.ops.kda.gate import kda_log_decay, l2_normalize
 from kimi_hf.ops.kda.rule import KdaRule
 
+# Registered with torch so that a compiler sees one operation instead of a loop over tiles.
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor dt_bias"
 
-class _ChunkedKda(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, lower_bound, bounds, initial_state, *inputs):
-        rule = KdaRule(list(inputs), lower_bound)
-        keep = any(ctx.needs_input_grad)
-        o, final, kept = chunked_forward(rule, initial_state, bounds, rule.dtype, keep)
-        ctx.save_for_backward(*inputs, *kept)
-        ctx.lower_bound, ctx.bounds, ctx.has_state = lower_bound, bounds, initial_state is not None
-        return o, final
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_o, grad_final):
-        inputs, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-        rule = KdaRule(list(inputs), ctx.lower_bound)
-        grad_state = chunked_backward(rule, list(kept), ctx.bounds, grad_o, grad_final, rule.dtype)
-        return None, None, grad_state if ctx.has_state else None, *rule.finished_gradients()
+@torch.library.custom_op(
+    "kimi_hf::kda_chunked",
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float? lower_bound, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _chunked(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lower_bound, keep):
+    bounds = None if cu_seqlens is None else checks.sequence_bounds("kda", cu_seqlens, q.shape[1])
+    with no_autocast(q):
+        return chunked_forward(KdaRule([q, k, v, g, beta, A_log, dt_bias], lower_bound), initial_state, bounds, keep)
+
+
+@torch.library.custom_op(
+    "kimi_hf::kda_chunked_backward",
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor? cu_seqlens, float? lower_bound, Tensor kept, Tensor grad_o, Tensor grad_final)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _chunked_backward(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, kept, grad_o, grad_final):
+    rule = KdaRule([q, k, v, g, beta, A_log, dt_bias], lower_bound)
+    bounds = None if cu_seqlens is None else checks.sequence_bounds("kda", cu_seqlens, q.shape[1])
+    with no_autocast(q):
+        grad_state = chunked_backward(rule, kept, bounds, grad_o, grad_final)
+        return *rule.finished_gradients(), grad_state
+
+
+@_chunked.register_fake
+def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lower_bound, keep):
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return forward_outputs(q, v, checks.compute_dtype(q.dtype), sequences, keep)
+
+
+@_chunked_backward.register_fake
+def _(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, kept, grad_o, grad_final):
+    dtype = checks.compute_dtype(q.dtype)
+    fresh = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta, A_log, dt_bias)]
+    return *fresh, torch.empty_like(grad_final, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _remember(ctx, inputs, output):
+    *tensors, initial_state, cu_seqlens, lower_bound, _ = inputs
+    ctx.save_for_backward(*tensors, cu_seqlens, output[2])
+    ctx.lower_bound, ctx.has_state = lower_bound, initial_state is not None
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate(ctx, grad_o, grad_final, _):
+    *tensors, cu_seqlens, kept = ctx.saved_tensors
+    *grads, grad_state = _chunked_backward(*tensors, cu_seqlens, ctx.lower_bound, kept, grad_o, grad_final)
+    return *grads, grad_state if ctx.has_state else None, None, None, None
+
+
+_chunked.register_autograd(_differentiate, setup_context=_remember)
 
 
 def kda_eager(
@@ -55,8 +95,8 @@ def kda_eager(
         write = torch.sigmoid(beta.to(dtype))
         o, final = delta_steps(queries, l2_normalize(k), v, decay, write, initial_state, inplace_state)
         return o, final if output_final_state or inplace_state else None
-    bounds = None if cu_seqlens is None else checks.sequence_bounds("kda", cu_seqlens, q.shape[1])
-    o, final = _ChunkedKda.apply(lower_bound, bounds, initial_state, *inputs)
+    keep = checks.needs_gradient(initial_state, *inputs)
+    o, final, _ = _chunked(*inputs, initial_state, cu_seqlens, lower_bound, keep)
     if inplace_state:
         final = initial_state.copy_(final)
     return o, final if output_final_state or inplace_state else None

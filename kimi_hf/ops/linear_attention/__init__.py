@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kimi_hf.ops import checks
+from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["linear_attention"]
@@ -58,13 +59,14 @@ def linear_attention(
     if inplace_state:
         checks.require_inplace_allowed("linear_attention", None if initial_state is None else initial_state[0])
     run = OPERATION.pick(q, backend, head_dim=K, value_dim=v.shape[3], tokens=T)
-    return run(
-        q,
-        k,
-        v,
-        normalize=normalize,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        inplace_state=inplace_state,
-    )
+    with no_autocast(q):
+        return run(
+            q,
+            k,
+            v,
+            normalize=normalize,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            inplace_state=inplace_state,
+        )

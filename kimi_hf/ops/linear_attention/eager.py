@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 from kimi_hf.ops import checks
+from kimi_hf.ops.autocast import no_autocast
+from kimi_hf.ops.delta_rule.chunked import forward_outputs
 from kimi_hf.ops.delta_rule.pairs import Work
 from kimi_hf.ops.delta_rule.tiles import Group, Tile, chunk_length, plan, spans_of
 
@@ -33,9 +35,9 @@ def linear_attention_eager(
     if cu_seqlens is None and q.shape[1] <= STEPS_AT_MOST and not checks.needs_gradient(q, k, v, *state):
         o, final = _steps(q, k, v, normalize, initial_state, inplace_state)
         return o, final if output_final_state or inplace_state else None
-    bounds = None if cu_seqlens is None else checks.sequence_bounds("linear_attention", cu_seqlens, q.shape[1])
     joined = None if initial_state is None else torch.cat([state[0], state[1].unsqueeze(-1)], -1)
-    o, final = _Chunked.apply(normalize, bounds, joined, q, k, v)
+    keep = checks.needs_gradient(q, k, v, joined)
+    o, final, _ = _chunked(q, k, v, joined, cu_seqlens, normalize, keep)
     if not (output_final_state or inplace_state):
         return o, None
     final = (final[..., :-1], final[..., -1])
@@ -66,60 +68,108 @@ def _feature(x: Tensor, dtype: torch.dtype) -> Tensor:
     return elu(x.to(dtype)).add_(1)
 
 
-class _Chunked(torch.autograd.Function):
-    """Keeps the inputs and the state at the start of each tile; tiles are recomputed in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, normalize, bounds, initial_state, q, k, v):
-        groups, work, final = _start(q, v, bounds, initial_state)
-        o = torch.empty_like(v, memory_format=torch.contiguous_format)
-        kept = []
+# Registered with torch so that a compiler sees one operation instead of a loop over tiles. The states at the start of
+# each tile are kept for the backward pass, which recomputes the tiles from them.
+@torch.library.custom_op(
+    "kimi_hf::linear_attention_chunked",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? initial_state, Tensor? cu_seqlens, bool normalize, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _chunked(q, k, v, initial_state, cu_seqlens, normalize, keep):
+    groups, work = _plan(q, v, cu_seqlens)
+    o, final, kept = _outputs(q, v, cu_seqlens, keep)
+    if initial_state is None:
+        final.zero_()
+    else:
+        final.copy_(initial_state)
+    row = 0
+    with no_autocast(q):
         for group in groups:
             S = final[group.sequences, group.heads].flatten(0, 1)
             for tile in group.tiles:
                 active = S[: tile.lanes]
-                if any(ctx.needs_input_grad):
-                    kept.append(active.clone())
+                if keep:
+                    kept[row : row + tile.lanes] = active
+                    row += tile.lanes
                 queries, keys, values = _load(tile, q, k, v, work)
                 out = _scan(queries, keys, values, active, work)
                 out = out[..., :-1] / out[..., -1:] if normalize else out[..., :-1]
                 tile.put(o, out.unflatten(1, (tile.sequences, tile.num_heads)))
             final[group.sequences, group.heads] = S.unflatten(0, (len(group.sequences), -1))
-        ctx.save_for_backward(q, k, v, *kept)
-        ctx.normalize, ctx.bounds, ctx.has_state = normalize, bounds, initial_state is not None
-        return o, final
+    return o, final, kept
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_o, grad_final):
-        q, k, v, *kept = ctx.saved_tensors
-        groups, work, grad_state = _start(q, v, ctx.bounds, grad_final)
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        starts = iter(kept)
+
+@torch.library.custom_op(
+    "kimi_hf::linear_attention_chunked_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, bool normalize, Tensor kept, Tensor grad_o,"
+    " Tensor grad_final) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _chunked_backward(q, k, v, cu_seqlens, normalize, kept, grad_o, grad_final):
+    groups, work = _plan(q, v, cu_seqlens)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    grad_state = grad_final.clone(memory_format=torch.contiguous_format)
+    row = 0
+    with no_autocast(q):
         for group in groups:
-            states = [next(starts) for _ in group.tiles]
+            starts = []
+            for tile in group.tiles:
+                starts.append(kept[row : row + tile.lanes])
+                row += tile.lanes
             Z = grad_state[group.sequences, group.heads].flatten(0, 1)
-            for tile, S in zip(reversed(group.tiles), reversed(states), strict=True):
+            for tile, S in zip(reversed(group.tiles), reversed(starts), strict=True):
                 queries, keys, values = _load(tile, q, k, v, work)
-                grad_out = _grad_out(tile, grad_o, queries, keys, values, S, ctx.normalize, work)
+                grad_out = _grad_out(tile, grad_o, queries, keys, values, S, normalize, work)
                 tile_grads = _scan_backward(queries, keys, values, S, grad_out, Z[: tile.lanes], work)
                 # f'(x) is f(x) where x < 0 and 1 elsewhere: the smaller of f(x) and 1.
                 tile_grads[0].mul_(queries.clamp(max=1))
                 tile_grads[1].mul_(keys.clamp(max=1))
                 for target, grad in zip(grads, tile_grads, strict=True):
-                    tile.put(target, grad[..., : target.shape[-1]].unflatten(1, (tile.sequences, tile.num_heads)))
+                    grad = grad[..., : target.shape[-1]]
+                    tile.put(target, grad.unflatten(1, (tile.sequences, tile.num_heads)))
             grad_state[group.sequences, group.heads] = Z.unflatten(0, (len(group.sequences), -1))
-        return None, None, grad_state if ctx.has_state else None, *grads
+    return *grads, grad_state
 
 
-def _start(q: Tensor, v: Tensor, bounds: list[int] | None, state: Tensor | None) -> tuple[list[Group], Work, Tensor]:
-    """The tiles, scratch memory, and a state [N, H, K, V + 1] to write to, copied from `state` or zero."""
-    dtype = checks.compute_dtype(q.dtype)
+@_chunked.register_fake
+def _(q, k, v, initial_state, cu_seqlens, normalize, keep):
+    return _outputs(q, v, cu_seqlens, keep)
+
+
+@_chunked_backward.register_fake
+def _(q, k, v, cu_seqlens, normalize, kept, grad_o, grad_final):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, grad_final))
+
+
+def _remember(ctx, inputs, output):
+    q, k, v, initial_state, cu_seqlens, normalize, _ = inputs
+    ctx.save_for_backward(q, k, v, cu_seqlens, output[2])
+    ctx.normalize, ctx.has_state = normalize, initial_state is not None
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate(ctx, grad_o, grad_final, _):
+    q, k, v, cu_seqlens, kept = ctx.saved_tensors
+    *grads, grad_state = _chunked_backward(q, k, v, cu_seqlens, ctx.normalize, kept, grad_o, grad_final)
+    return *grads, grad_state if ctx.has_state else None, None, None, None
+
+
+_chunked.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[list[Group], Work]:
+    """The tiles and scratch memory."""
+    bounds = None if cu_seqlens is None else checks.sequence_bounds("linear_attention", cu_seqlens, q.shape[1])
     spans = spans_of(q.shape[0], q.shape[1], bounds)
-    groups = list(plan(spans, q.shape[2], max(q.shape[3], v.shape[3] + 1), chunk_length(spans), q.device))
-    if state is not None:
-        return groups, Work(q, dtype), state.clone()
-    return groups, Work(q, dtype), q.new_zeros(len(spans), *q.shape[2:], v.shape[3] + 1, dtype=dtype)
+    groups = plan(spans, q.shape[2], max(q.shape[3], v.shape[3] + 1), chunk_length(spans), q.device)
+    return list(groups), Work(q, checks.compute_dtype(q.dtype))
+
+
+def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised o, final state [N, H, K, V + 1] and kept states."""
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return forward_outputs(q, v, checks.compute_dtype(q.dtype), sequences, keep, extra=1)
 
 
 def _load(tile: Tile, q: Tensor, k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
