@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kimi_hf.errors import ShapeError
 from kimi_hf.ops import checks
+from kimi_hf.ops.autocast import autocast_dtype, no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["latent_attention"]
@@ -53,7 +54,9 @@ def latent_attention(
         need_weights: also return the probabilities; computed by plain matmuls, direct unless form says otherwise, with
             scores, scaled scores, probabilities and context rounded to the activation dtype.
         backend: None for automatic.
-    Returns: context [B, T, A, v] in q_nope.dtype, and probabilities [B, A, T, S] or None.
+    All tensors are taken in q_nope.dtype (under autocast in autocast's).
+
+    Returns: context [B, T, A, v], and probabilities [B, A, T, S] or None.
     Raises: ShapeError for shapes, dtypes or an unknown form; BackendError when a named backend cannot serve.
     Source: kimi_k3.md 4 and 5.6.
     """
@@ -61,6 +64,8 @@ def latent_attention(
     checks.require_rank("latent_attention", "latent", latent, 3, "[B, S, R]")
     batch, queries, heads, nope = q_nope.shape
     keys, rank = latent.shape[1:]
+    if not keys:
+        raise ShapeError("latent_attention: latent has no positions, expected at least the query's own")
     checks.require_rank("latent_attention", "q_rope", q_rope, 4, "[B, T, A, r]")
     rope = q_rope.shape[-1]
     checks.require_shape("latent_attention", "q_rope", q_rope, (batch, queries, heads, rope), "[B, T, A, r]")
@@ -75,18 +80,13 @@ def latent_attention(
         raise ShapeError(f"latent_attention: form is {form!r}, expected one of {FORMS} or None for the cheaper one")
     if mask is not None:
         _check_mask(mask, (batch, 1, queries, keys))
-    return OPERATION.pick(q_nope, backend)(
-        q_nope,
-        q_rope,
-        latent,
-        k_rope,
-        kv_b_weight.view(heads, nope + v_head_dim, rank),
-        scale=scale,
-        mask=mask,
-        is_causal=is_causal,
-        form=form,
-        need_weights=need_weights,
-    )
+        mask = mask[(None,) * (4 - mask.dim())]
+    dtype = autocast_dtype(q_nope)
+    tensors = (x.to(dtype) for x in (q_nope, q_rope, latent, k_rope, kv_b_weight.view(heads, -1, rank)))
+    with no_autocast(q_nope):
+        return OPERATION.pick(q_nope, backend)(
+            *tensors, scale=scale, mask=mask, is_causal=is_causal, form=form, need_weights=need_weights
+        )
 
 
 def _check_mask(mask: Tensor, shape: tuple[int, ...]) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_hf.errors import CheckpointError, ShapeError
+from kimi_hf.ops.autocast import autocast_dtype, no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["GROUP", "pack", "packed_matmul", "unpack", "unpack_rows"]
@@ -112,7 +113,7 @@ def packed_matmul(x: Tensor, packed: Tensor, scale: Tensor, *, backend: str | No
     Args:
         x: [..., in], differentiable; the packed weight is a constant.
         packed: [out, in / 2] uint8. scale: [out, in / 32] uint8.
-    Returns: [..., out] in x.dtype.
+    Returns: [..., out] in x.dtype (under autocast in autocast's).
     Raises: ShapeError for shapes or dtypes.
     """
     check_packed(packed, scale, "weight")
@@ -121,7 +122,9 @@ def packed_matmul(x: Tensor, packed: Tensor, scale: Tensor, *, backend: str | No
             f"mxfp4: x is {x.dtype} {tuple(x.shape)} and packed {tuple(packed.shape)}, expected floating [..., in] and "
             "[out, in / 2]"
         )
-    return MATMUL.pick(x, backend)(x, packed, scale)
+    x = x.to(autocast_dtype(x))
+    with no_autocast(x):
+        return MATMUL.pick(x, backend)(x, packed, scale)
 
 
 def check_packed(packed: Tensor, scale: Tensor, name: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from kimi_hf.ops.mxfp4.reference import GROUP, scale_bytes, unpack_reference
+from kimi_hf.ops.mxfp4.reference import GROUP, MAGNITUDES, scale_bytes, unpack_reference
 
 # Bytes decoded at a time: the index of a piece (4 bytes for each) stays in the second-level cache.
 PIECE = 1 << 17
@@ -32,6 +32,8 @@ def unpack_eager(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """See `kimi_hf.ops.mxfp4.unpack`."""
     if dtype not in _PAIR:
         return unpack_reference(packed, scale, dtype)
+    if torch.compiler.is_compiling():
+        return _unpack_by_arithmetic(packed, scale, dtype)
     table = _table(dtype, packed.device)
     rows, columns = packed.reshape(-1, packed.shape[-1]), packed.shape[-1]
     scales = scale.reshape(len(rows), -1)
@@ -43,6 +45,15 @@ def unpack_eager(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         index.add_(scales[piece].to(torch.int32).unsqueeze(-1), alpha=256)
         torch.index_select(table, 0, index.view(-1), out=out[piece].view(-1))
     return out.view(dtype).view(*packed.shape[:-1], 2 * columns)
+
+
+def _unpack_by_arithmetic(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in fp32 products, for graphs that a compiler fuses. Scale 0 is the subnormal 2^-127."""
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).int()
+    values = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES), device=packed.device)[codes]
+    bits = torch.where(scale == 0, 1 << 22, scale.to(torch.int32) << 23)
+    factor = bits.to(torch.int32).view(torch.float32)
+    return (values.unflatten(-1, (-1, GROUP)) * factor.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def pack_eager(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,6 +84,8 @@ def _pack_piece(rows: Tensor, scales: Tensor) -> Tensor:
 
 def packed_matmul_eager(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """See `kimi_hf.ops.mxfp4.packed_matmul`."""
+    if torch.compiler.is_compiling():
+        return linear(x, _unpack_by_arithmetic(packed, scale, x.dtype))
     return _PackedMatmul.apply(x, packed, scale)
 
 

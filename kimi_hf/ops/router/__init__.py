@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kimi_hf.errors import ShapeError
 from kimi_hf.ops import checks
+from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
 __all__ = ["route"]
@@ -69,13 +70,14 @@ def route(
     selectable = num_experts // num_groups * topk_groups if grouped else num_experts
     if not 1 <= top_k <= selectable:
         raise ShapeError(f"route: top_k is {top_k}, expected between 1 and {selectable}, the experts open to a token")
-    return OPERATION.pick(hidden, backend)(
-        hidden,
-        weight,
-        bias,
-        top_k=top_k,
-        activation=activation,
-        groups=(num_groups, topk_groups) if grouped else None,
-        renormalize=renormalize,
-        scaling=scaling,
-    )
+    with no_autocast(hidden):
+        return OPERATION.pick(hidden, backend)(
+            hidden,
+            weight,
+            bias,
+            top_k=top_k,
+            activation=activation,
+            groups=(num_groups, topk_groups) if grouped else None,
+            renormalize=renormalize,
+            scaling=scaling,
+        )
