@@ -145,12 +145,14 @@ class StreamingParser:
                 self._verbatim(text)
 
     def _end(self) -> None:
-        inside = self._stack[-1] in _VERBATIM
-        if inside and isinstance(self._lexer, TextLexer):
-            header, self._header = self._header, None
+        header, ambiguous = self._header, isinstance(self._lexer, TextLexer)
+        if ambiguous and self._stack[-1] in _VERBATIM:
+            self._header = None
             if header is not None:
                 self._verbatim(header)
             self._end_held = True
+        elif ambiguous and header is not None and _quoted(header):
+            self._header = header + END_OF_MESSAGE
         else:
             self.complete = True
 
@@ -167,7 +169,7 @@ class StreamingParser:
             else:
                 self._header = CLOSE if kind == CLOSE else None
                 self._verbatim(header if kind == CLOSE else header + text)
-        elif kind == TEXT or (header.count('"') % 2 and isinstance(self._lexer, TextLexer)):
+        elif kind == TEXT or (_quoted(header) and isinstance(self._lexer, TextLexer)):
             self._header = header + text  # between quotes a text that spells a mark is part of the value
         elif kind == SEP:
             self._header = None
@@ -231,6 +233,11 @@ class StreamingParser:
                 self._deltas.append({field: text})
         elif element in ("argument", "json"):
             self._value.append(text)
+
+
+def _quoted(header: str) -> bool:
+    """Whether the next character of a mark stands between the quotes of an attribute; values hold no bare quotes."""
+    return header.count('"') % 2 == 1
 
 
 def _typed(text: str, kind: str) -> Any:

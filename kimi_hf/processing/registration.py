@@ -1,8 +1,11 @@
-"""Entering the tokenizer (and, beside it, processors) into transformers' Auto classes."""
+"""Entering tokenizer, image processor and processor into transformers' Auto classes."""
 
 from transformers import AutoTokenizer, PreTrainedConfig
-from transformers.models.auto import tokenization_auto
+from transformers.models.auto import image_processing_auto, processing_auto, tokenization_auto
 
+from ..configuration import KimiK3Config
+from .image_processing_kimi_k3 import KimiK3VisionProcessor
+from .processing_kimi_k3 import KimiK3Processor
 from .tokenization_kimi import TikTokenTokenizer
 
 
@@ -17,12 +20,18 @@ class KimiTokenizerConfig(PreTrainedConfig):
 
 
 def register_processing(take_over_kimi_linear: bool = True) -> None:
-    """Make AutoTokenizer give `TikTokenTokenizer` wherever a `tokenizer_config.json` names it.
+    """Make AutoTokenizer, AutoImageProcessor and AutoProcessor give our classes where files name the released ones.
 
-    `take_over_kimi_linear`: also for checkpoints of type `kimi_linear`, for which transformers otherwise insists on its
-    generic backend (and, with trust_remote_code, on the repository's code). May be called again with the other value.
+    `take_over_kimi_linear`: tokenizers also of checkpoints of type `kimi_linear`, for which transformers otherwise
+    insists on its generic backend (and, with trust_remote_code, on the repository's code). May be called again with
+    the other value.
     """
     AutoTokenizer.register(KimiTokenizerConfig, tokenizer_class=TikTokenTokenizer, exist_ok=True)
+    # The mappings themselves: the Auto class for images cannot be imported without PIL. One class serves both
+    # backends, because the release's pixels are PIL's.
+    backends = {"pil": KimiK3VisionProcessor, "torchvision": KimiK3VisionProcessor}
+    image_processing_auto.IMAGE_PROCESSOR_MAPPING.register(KimiK3Config, backends, exist_ok=True)
+    processing_auto.PROCESSOR_MAPPING.register(KimiK3Config, KimiK3Processor, exist_ok=True)
     names = tokenization_auto.TOKENIZER_MAPPING_NAMES
     if take_over_kimi_linear:
         native = names.pop("kimi_linear", None)
