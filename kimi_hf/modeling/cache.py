@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from ..errors import CacheError
 from .sequence import padded_layout
@@ -329,8 +329,10 @@ def recurrent_layer(cache: Cache | None, layer_idx: int) -> DeltaStateLayer | _P
     )
 
 
-class KimiCache(Cache):
+class KimiCache(DynamicCache):
     """The cache of a hybrid decoder: a growing latent per softmax layer, a constant state per recurrent layer.
+
+    A `DynamicCache` by type, since libraries ask for that, but with layers of our own.
 
     `generate` makes one by itself. Its length is counted once per forward, so every layer sees the same number.
 
@@ -341,7 +343,7 @@ class KimiCache(Cache):
     def __init__(self, config):
         config = config.get_text_config(decoder=True)
         kinds = {"full_attention": GrowingLayer, "linear_attention": DeltaStateLayer}
-        super().__init__(layers=[kinds[kind]() for kind in config.layer_types])
+        Cache.__init__(self, layers=[kinds[kind]() for kind in config.layer_types])
         self.length = 0
         self.padding_mask: Tensor | None = None
 

@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from ..checkpoint.key_maps import fuse_released_names
 from ..configuration import KimiLinearConfig
 from ..errors import ShapeError
 from .cache import KimiCache
@@ -49,8 +50,7 @@ def build_residual(config: KimiLinearConfig, layer_idx: int) -> SumResidual | Bl
     """How layer `layer_idx` reads the stream."""
     if config.attn_res_block_size is None:
         return SumResidual()
-    seals = layer_idx % config.attn_res_block_size == 0
-    return BlockAttnRes(config.hidden_size, config.rms_norm_eps, seals)
+    return BlockAttnRes(config.hidden_size, config.rms_norm_eps, layer_idx, config.attn_res_block_size)
 
 
 class KimiLinearPreTrainedModel(KimiPreTrainedMixin, PreTrainedModel):
@@ -94,6 +94,18 @@ class KimiLinearPreTrainedModel(KimiPreTrainedMixin, PreTrainedModel):
             init.ones_(module.weight)
 
 
+def _fuse_released_names(model: "KimiLinearModel", state_dict: dict, prefix: str, *args) -> None:
+    """Let `load_state_dict` take what `save_pretrained` wrote; Trainer resumes that way."""
+    fuse_released_names(state_dict, prefix, model.config.linear_attn_config["num_heads"])
+
+
+def _drop_composite_prefix(model: "KimiLinearForCausalLM", state_dict: dict, prefix: str, *args) -> None:
+    """Let `load_state_dict` of the text model take the state dict of a composite repository."""
+    inner = f"{prefix}language_model."
+    for name in [name for name in state_dict if name.startswith(inner)]:
+        state_dict[prefix + name.removeprefix(inner)] = state_dict.pop(name)
+
+
 class KimiLinearModel(KimiLinearPreTrainedModel):
     """The decoder without its head.
 
@@ -109,6 +121,7 @@ class KimiLinearModel(KimiLinearPreTrainedModel):
         self.residual.build_output(self)
         self.norm = KimiRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.register_load_state_dict_pre_hook(_fuse_released_names)
         self.post_init()
 
     @merge_with_config_defaults
@@ -172,6 +185,7 @@ class KimiLinearForCausalLM(KimiLinearPreTrainedModel, KimiGenerationMixin, Gene
         self.model = KimiLinearModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_load_state_dict_pre_hook(_drop_composite_prefix)
         self.post_init()
 
     @can_return_tuple

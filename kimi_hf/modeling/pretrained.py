@@ -1,21 +1,101 @@
 """What all our models share towards transformers: loading, saving, `load_state_dict`, and the cache of `generate`."""
 
-from transformers.generation import GenerationMixin
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
 
+from transformers.generation import GenerationMixin
+from transformers.utils import logging
+
+from ..checkpoint.key_maps import own_key_maps
+from ..checkpoint.loading import check_before_loading
 from ..errors import CacheError
 from .cache import KimiCache
 
+logger = logging.get_logger(__name__)
+_INDEX = "model.safetensors.index.json"
+
 
 class KimiPreTrainedMixin:
-    """Loading and saving in the released layout."""
+    """Loading and saving in the released layout: damaged input is refused before, half a folder is never left after."""
+
+    # Whether the class holds the vision tower; a text class leaves a repository's tower unread.
+    _has_vision = False
+    _keys_to_ignore_on_load_unexpected = [r"^vision_tower\.", r"^mm_projector\."]
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args, **kwargs):
+        """Load a checkpoint in the released layout (or one that this package wrote).
+
+        Args:
+            pretrained_model_name_or_path: a folder or a repository name; arguments are transformers' own.
+        Raises:
+            CheckpointError: shards that are truncated or absent, tensors of the wrong shape, layers with tensors
+                missing, experts in a foreign 4-bit format. Headers are read for this; no weight has been loaded yet.
+            ConfigError: a configuration that contradicts itself.
+        """
+        source = pretrained_model_name_or_path
+        if source is not None and kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
+            config = kwargs.get("config") or cls.config_class
+            check_before_loading(
+                Path(source, kwargs.get("subfolder") or ""),
+                config,
+                vision=None if cls._has_vision else False,
+                variant=kwargs.get("variant"),
+                allow_other_shapes=bool(kwargs.get("ignore_mismatched_sizes")),
+            )
+        with own_key_maps():
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        """Write the released names, shapes and dtypes, and the config in the released schema.
+
+        Everything is written to a temporary folder beside `save_directory` and moved there when it is complete.
+        Arguments are transformers' own.
+        """
+        with own_key_maps():
+            if kwargs.get("push_to_hub") or not kwargs.get("is_main_process", True):
+                return super().save_pretrained(save_directory, *args, **kwargs)
+            target = Path(save_directory)
+            if target.is_file():
+                raise NotADirectoryError(f"save_pretrained: {target} is a file; name a folder")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+            try:
+                super().save_pretrained(partial, *args, **kwargs)
+                _move_into(partial, target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_into(partial: Path, target: Path) -> None:
+    """Rename every finished file into `target`, weights first; shards of an earlier save that are replaced go away."""
+    target.mkdir(exist_ok=True)
+    new = {path.name for path in partial.iterdir()}
+    stale = set()
+    if new & {_INDEX, "model.safetensors"}:
+        stale = {p.name for p in target.glob("model*.safetensors")} | (
+            {_INDEX} if (target / _INDEX).exists() else set()
+        )
+    order = sorted(new, key=lambda name: (not name.endswith(".safetensors"), name != _INDEX, name))
+    for name in order:
+        os.replace(partial / name, target / name)
+    for name in stale - new:
+        (target / name).unlink(missing_ok=True)
 
 
 class KimiGenerationMixin:
     """Makes `generate` use our own cache, and says clearly which caches cannot hold a recurrent state."""
 
     def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    ):
+        self, generation_config, model_kwargs: dict[str, Any], generation_mode, batch_size: int, max_cache_length: int
+    ) -> None:
         kind = generation_config.cache_implementation
         if kind == "quantized":
             raise CacheError(
@@ -31,3 +111,4 @@ class KimiGenerationMixin:
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
+        return None

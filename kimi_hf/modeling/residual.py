@@ -93,17 +93,22 @@ class BlockAttnRes(nn.Module):
     Args:
         hidden_size: D.
         eps: of the depth norms (the config's rms_norm_eps).
-        seals: whether this layer opens a new block (layer_idx % block_size == 0).
+        layer_idx: 0-based. block_size: layers a block; its first layer seals the block before it.
     """
 
-    def __init__(self, hidden_size: int, eps: float, seals: bool):
+    def __init__(self, hidden_size: int, eps: float, layer_idx: int, block_size: int):
         super().__init__()
-        self.hidden_size, self.eps, self.seals = hidden_size, eps, seals
+        self.hidden_size, self.eps = hidden_size, eps
+        self.is_first, self.seals = layer_idx == 0, layer_idx % block_size == 0
 
     def build(self, layer: nn.Module) -> None:
         """Give the decoder layer its four depth parameters."""
         layer.self_attention_res_norm = DepthNorm(self.hidden_size)
         layer.self_attention_res_proj = DepthQuery(self.hidden_size, self.eps)
+        if self.is_first:
+            # Stored, but nothing is sealed yet when the first mixer reads: a gradient would never come.
+            layer.self_attention_res_norm.requires_grad_(False)
+            layer.self_attention_res_proj.requires_grad_(False)
         layer.mlp_res_norm = DepthNorm(self.hidden_size)
         layer.mlp_res_proj = DepthQuery(self.hidden_size, self.eps)
 

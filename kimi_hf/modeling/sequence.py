@@ -228,6 +228,8 @@ def document_starts(
     real = None
     if attention_mask is not None and attention_mask.ndim == 2:
         real = attention_mask[:, -length:].bool()
+    elif attention_mask is not None:
+        position_ids = None  # a ready 4-D mask already says who sees whom
     found = {}
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if packing.get(name) is not None:

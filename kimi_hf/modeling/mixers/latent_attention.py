@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...ops.latent_attention import latent_attention
-from ...ops.latent_attention.eager import count_flops
+from ...ops.latent_attention.eager import cheaper_form
 from ..norms import KimiRMSNorm
 from ..sequence import MaskInfo
 
@@ -137,8 +137,8 @@ class MultiHeadLatentAttention(nn.Module):
             return False  # flash and flex attention bring masks of their own kind
         if self.training and self.attention_dropout:
             return False
-        flops = count_flops(queries, keys, self.nope, self.rope, self.v_head_dim, self.rank)
-        return flops["absorbed"] < flops["direct"]
+        both = self.nope + self.v_head_dim
+        return cheaper_form(queries, keys, self.nope, self.rope, both, self.rank) == "absorbed"
 
     def _direct(self, q: Tensor, latent: Tensor, shared: Tensor, mask, **kwargs) -> tuple[Tensor, Tensor | None]:
         """Expand keys and values and hand them to the chosen attention implementation."""

@@ -1,0 +1,52 @@
+"""What is checked before `from_pretrained` reads a weight, from the files' headers alone."""
+
+import re
+from pathlib import Path
+
+from transformers.utils import logging
+
+from ..errors import CheckpointError
+
+logger = logging.get_logger(__name__)
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
+_SHOWN = 8
+
+
+def check_before_loading(
+    folder: Path, config, *, vision: bool | None, variant: str | None, allow_other_shapes: bool
+) -> None:
+    """Raise if the checkpoint in `folder` is damaged or does not fit; a repository name or other formats pass through.
+
+    Tensors missing from a layer that is otherwise there are an error, since a model with random weights in its middle
+    is of no use. A missing head or embedding, or an empty checkpoint, is left to transformers, which initialises them
+    and reports it.
+
+    Args:
+        config: the model's configuration, or its class to read it from the folder.
+        vision: False for classes without a tower; None to require what the configuration names.
+    Raises:
+        CheckpointError: with tensor and file names.
+    """
+    if variant or not any((folder / name).exists() for name in _WEIGHT_FILES):
+        return
+    from ..conversion.check import check_decay_tails, find_problems
+    from ..conversion.shards import open_checkpoint
+
+    if isinstance(config, type):
+        config = config.from_pretrained(folder)
+    with open_checkpoint(folder) as checkpoint:
+        if not checkpoint.entries:
+            return
+        problems = find_problems(checkpoint, config, vision=vision, head=False)
+        present = {found[1] for found in map(_LAYER.search, checkpoint.entries) if found}
+        torn = [line for line in problems.missing if (found := _LAYER.search(line)) and found[1] in present]
+        fatal = torn + problems.dtypes + ([] if allow_other_shapes else problems.shapes)
+        if fatal:
+            more = [f"... and {len(fatal) - _SHOWN} more"] if len(fatal) > _SHOWN else []
+            raise CheckpointError(
+                f"{folder} does not hold the model of its configuration:\n  "
+                + "\n  ".join(fatal[:_SHOWN] + more)
+                + "\nfetch the named shards again, or correct config.json"
+            )
+        check_decay_tails(checkpoint, config)

@@ -1,0 +1,131 @@
+"""`generate` with images: which images a step still needs, and how they multiply with the rows.
+
+While generating, ids and cache must agree in length, so placeholders are expanded before the first step and the
+original prompt is put back in front of what was generated.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MediaError
+from .vision import expand_placeholders
+
+
+def images_per_row(ids: Tensor, counts: list[int], placeholder_id: int) -> list[int]:
+    """How many images each row holds, of ids (B, T) with one placeholder per feature.
+
+    Raises:
+        MediaError: a row whose placeholders are not a whole number of images.
+    """
+    slots = (ids == placeholder_id).sum(dim=1).tolist()
+    images, result = iter(counts), []
+    for row, left in enumerate(slots):
+        held = 0
+        while left > 0:
+            left -= next(images, left + 1)
+            held += 1
+        if left < 0:
+            raise MediaError(
+                f"row {row} has {slots[row]} placeholders, which is not a whole number of its images' features"
+            )
+        result.append(held)
+    return result
+
+
+class MediaGenerationMixin:
+    """Adds images to `generate`."""
+
+    def _feature_counts(self, grid_thws: Tensor) -> list[int]:
+        layout = self.vision_tower.read_layout(grid_thws)
+        return layout.tokens_per_image(self.config.vision_config.merge_kernel_size)
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *args, **kwargs):
+        """transformers' `generate`; with `grid_thws` the prompt may hold one placeholder per image or per feature.
+
+        What comes back begins with the prompt exactly as it was given.
+        """
+        grids = kwargs.get("grid_thws")
+        ids = kwargs.get("input_ids", inputs)
+        if grids is None or ids is None:
+            return super().generate(inputs, *args, **kwargs)
+        pad = self.config.pad_token_id
+        placeholder = self.config.media_placeholder_token_id
+        counts = self._feature_counts(grids)
+        mask = kwargs.get("attention_mask")
+        expanded = expand_placeholders(ids, counts, placeholder, pad, attention_mask=mask)
+        kwargs.update(input_ids=expanded.input_ids, attention_mask=expanded.attention_mask)
+        out = super().generate(None, *args, **kwargs)
+        grown = expanded.input_ids.shape[1]
+        sequences = out if isinstance(out, Tensor) else out.sequences
+        prompt = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0).to(sequences.device)
+        sequences = torch.cat([prompt, sequences[:, grown:]], dim=1)
+        if isinstance(out, Tensor):
+            return sequences
+        out.sequences = sequences
+        return out
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values=None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs,
+    ) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, past_key_values=past_key_values, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if pixel_values is None or not (is_first_iteration or past_key_values is None):
+            return inputs
+        step_ids = inputs.get("input_ids")
+        keep = self._images_in_step(input_ids, step_ids, grid_thws)
+        if any(keep):
+            sizes = grid_thws.prod(dim=1).tolist()
+            patches = pixel_values.split(sizes)
+            inputs["pixel_values"] = torch.cat([p for p, kept in zip(patches, keep, strict=True) if kept])
+            inputs["grid_thws"] = grid_thws[torch.tensor(keep, device=grid_thws.device)]
+        return inputs
+
+    def _images_in_step(self, ids: Tensor, step_ids: Tensor | None, grids: Tensor) -> list[bool]:
+        """Which images have their placeholders in this step; the others are in the cache already."""
+        if step_ids is None or step_ids.shape[1] == ids.shape[1]:
+            return [True] * len(grids)
+        placeholder = self.config.media_placeholder_token_id
+        counts = self._feature_counts(grids)
+        keep, first = [], 0
+        for row, held in enumerate(images_per_row(ids, counts, placeholder)):
+            of_row = counts[first : first + held]
+            left = int((step_ids[row] == placeholder).sum())
+            flags = []
+            for count in reversed(of_row):
+                flags.append(left > 0)
+                left -= count if left > 0 else 0
+            if left:
+                raise MediaError(f"row {row}: the cache ends inside an image; cut the prefix before or after it")
+            keep += reversed(flags)
+            first += held
+        return keep
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs
+    ):
+        pixels, grids = kwargs.pop("pixel_values", None), kwargs.pop("grid_thws", None)
+        if pixels is not None and expand_size > 1:
+            held = images_per_row(input_ids, self._feature_counts(grids), self.config.media_placeholder_token_id)
+            patches = pixels.split(grids.prod(dim=1).tolist())
+            order, first = [], 0
+            for count in held:
+                order += list(range(first, first + count)) * expand_size
+                first += count
+            pixels = torch.cat([patches[i] for i in order]) if order else pixels
+            grids = grids[torch.tensor(order, dtype=torch.long, device=grids.device)]
+        input_ids, kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
+        )
+        if pixels is not None:
+            kwargs.update(pixel_values=pixels, grid_thws=grids)
+        return input_ids, kwargs
