@@ -102,11 +102,17 @@ def _target(view: CheckpointView, original: Original | None, to: str) -> tuple[s
 def _arrange(
     view: CheckpointView, recipes: Sequence[Recipe], same_layout: bool, max_bytes: int | None
 ) -> list[PlannedShard]:
-    if not same_layout or max_bytes is not None:
-        return plan_shards(recipes, max_bytes or DEFAULT_SHARD)
+    if same_layout and max_bytes is None:
+        return keep_files(view, recipes)
+    return plan_shards(recipes, max_bytes or DEFAULT_SHARD)
+
+
+def keep_files(view: CheckpointView, recipes: Sequence[Recipe]) -> list[PlannedShard]:
+    """The recipes distributed as the source's files are: by name, else by where their first bytes come from."""
     by_file: dict[str, list[Recipe]] = {}
     for recipe in recipes:
-        by_file.setdefault(home(recipe), []).append(recipe)
+        entry = view.checkpoint.entries.get(recipe.spec.name)
+        by_file.setdefault(home(recipe) if entry is None else entry.path.name, []).append(recipe)
     headers = view.checkpoint.headers
     return [PlannedShard(file, by_file[file], metadata=headers[file].metadata) for file in headers if file in by_file]
 

@@ -142,7 +142,7 @@ class TextGeometry:
         """
         full = as_dict(config)
         text = text_section(full)
-        linear = {"num_heads": text.get("num_attention_heads"), "head_dim": 128, **linear_section(text)}
+        linear = {"num_heads": _need(text, "num_attention_heads"), "head_dim": 128, **linear_section(text)}
         layers = _need(text, "num_hidden_layers")
         experts = _optional(text, "num_experts")
         kda = kda_layers(text)
