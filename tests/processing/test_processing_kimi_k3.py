@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, PretrainedConfig
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, pipeline
 
+from kimi_hf import KimiK3Config, KimiK3ForConditionalGeneration
 from kimi_hf.errors import ChatError, MediaError, ShapeError
 from kimi_hf.processing.chat_encoding import IMAGE_PLACEHOLDER
 from kimi_hf.processing.image_plan import RELEASED_MEDIA_PROC_CFG
 from kimi_hf.processing.image_processing_kimi_k3 import KimiK3VisionProcessor
-from kimi_hf.processing.media_registration import register_media_processing
 from kimi_hf.processing.processing_kimi_k3 import KimiK3Processor
 from kimi_hf.processing.tokenization_kimi import TikTokenTokenizer
 
@@ -249,17 +249,20 @@ def test_sizes_for_servers(processor):
     assert processor.image_token == "<|media_pad|>"
 
 
-class HolderConfig(PretrainedConfig):
-    model_type = "kimi_processor_test"
-
-
 @pytest.fixture
-def repository(tmp_path):
-    """The files of a released repository that processing needs."""
+def repository(tmp_path, tokenizer, goldens):
+    """A tiny model with the files of a released repository, its vocabulary that of the test tokenizer."""
     folder = write_folder(tmp_path / "repository")
-    AutoConfig.register(HolderConfig.model_type, HolderConfig, exist_ok=True)
-    register_media_processing(HolderConfig)
-    HolderConfig().save_pretrained(folder)
+    config = json.loads(goldens("k3_multimodal_tiny/config.json").read_text())
+    control = tokenizer.added_tokens_encoder
+    special = {"bos_token_id": "[BOS]", "eos_token_id": "<|end_of_msg|>", "pad_token_id": "[PAD]"}
+    config["media_placeholder_token_id"] = control["<|media_pad|>"]
+    config["text_config"]["vocab_size"] = len(tokenizer)
+    for part in (config, config["text_config"]):
+        part.update({name: control[token] for name, token in special.items()}, dtype="float32")
+    torch.manual_seed(0)
+    KimiK3ForConditionalGeneration(KimiK3Config(**config)).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     file = {
         "auto_map": {
             "AutoImageProcessor": "kimi_k3_vision_processing.KimiK3VisionProcessor",
@@ -283,7 +286,6 @@ def test_save_and_load(repository, tokenizer, tmp_path):
     processor = AutoProcessor.from_pretrained(repository)
     processor.expand_placeholders = False
     processor.image_processor.media_proc_cfg["in_patch_limit"] = 100
-    HolderConfig().save_pretrained(tmp_path / "saved")
     files = processor.save_pretrained(tmp_path / "saved")
     assert all((tmp_path / "saved" / name).exists() for name in ("tiktoken.model", "tokenizer_config.json"))
     assert not list((tmp_path / "saved").glob("*.jinja")) and len(files) >= 2
@@ -299,3 +301,23 @@ def test_save_and_load(repository, tokenizer, tmp_path):
     for key, value in processor(messages=chat).items():
         assert torch.equal(again(messages=chat)[key], value)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("Hi") == tokenizer.encode("Hi")
+
+
+def test_the_model_takes_both_forms_and_the_pipeline_works(repository):
+    processor = AutoProcessor.from_pretrained(repository)
+    model = KimiK3ForConditionalGeneration.from_pretrained(repository).eval()
+    chats = [[user("What?", picture(WIDE), picture(TINY))], [user("And?")]]
+    expanded, single = (processor(messages=chats, expand_placeholders=flag) for flag in (True, False))
+    with torch.no_grad():
+        full, short = model(**expanded).logits, model(**single).logits
+        assert (full[:, -1] - short[:, -1]).abs().max() < 1e-4
+        tokens = [
+            model.generate(**inputs, max_new_tokens=4, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+            for inputs in (expanded, single)
+        ]
+    assert torch.equal(*tokens)
+    talk = pipeline("image-text-to-text", model=model, processor=processor)
+    (answer,) = talk(text=chats[0], max_new_tokens=4, generate_kwargs={"do_sample": False}, return_full_text=False)
+    assert isinstance(answer["generated_text"], str)
+    (answer,) = talk(text=chats[0], max_new_tokens=4, generate_kwargs={"do_sample": False})
+    assert answer["generated_text"][-1]["role"] == "assistant"
