@@ -72,4 +72,5 @@ def depth_attention(
 def inverse_rms(x: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
     """1 / sqrt(mean_D(x^2) + eps): x [..., D] -> [...] in fp32 (fp64 for fp64), differentiable."""
     checks.require_floating("inverse_rms", x=x)
-    return INVERSE_RMS.pick(x, backend)(x, eps)
+    with no_autocast(x):
+        return INVERSE_RMS.pick(x, backend)(x, eps)

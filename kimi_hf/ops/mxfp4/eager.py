@@ -36,7 +36,7 @@ def unpack_eager(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return _unpack_by_arithmetic(packed, scale, dtype)
     table = _table(dtype, packed.device)
     rows, columns = packed.reshape(-1, packed.shape[-1]), packed.shape[-1]
-    scales = scale.reshape(len(rows), -1)
+    scales = scale.reshape(-1, scale.shape[-1])
     out = torch.empty(len(rows), columns, dtype=_PAIR[dtype], device=packed.device)
     step = max(1, PIECE // max(columns, 1))
     for start in range(0, len(rows), step):
