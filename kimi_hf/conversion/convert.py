@@ -52,11 +52,12 @@ def convert(
     view = CheckpointView.open(source)
     check_source(view)
     check_decay_tails(view.checkpoint, view.config)
-    original, scales = Original.load(Path(source)), Scales.load(Path(source))
-    experts, config = _target(view, original, to)
-    shapes = original.shapes if original else {}
+    kept, scales = Original.load(Path(source)), Scales.load(Path(source))
+    experts, config = _target(view, kept, to)
+    shapes = kept.shapes if kept else {}
     recipes = list(Plan(view, config, experts, dtype=dense_dtype(dtype), scales=scales, stored_shapes=shapes).recipes())
-    restored = original.shards(recipes) if original else None
+    original = kept or (Original.of(view) if experts == view.experts else None)
+    restored = original.shards(recipes) if original and max_shard_bytes is None else None
     files: dict[str, bytes | Path] = dict(side_files(Path(source)))
     if restored is not None:
         shards = restored
@@ -64,7 +65,7 @@ def convert(
             files[INDEX_NAME] = original.index
     else:
         shards = _arrange(view, recipes, experts == view.experts, max_shard_bytes)
-        if keep_original and (original is not None or experts != view.experts):
+        if keep_original and (kept is not None or experts != view.experts):
             decoded = view.is_packed and not experts.endswith("packed")
             extra, extra_shards = record(view, keep_scales=decoded)
             files.update(extra)

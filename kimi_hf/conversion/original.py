@@ -82,17 +82,26 @@ class Scales:
 class Original:
     """The headers, index and config of the files that a folder was converted from."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, prefixes: Mapping[str, bytes]):
         self.folder = folder
-        self.prefixes = {path.name.removesuffix(".header"): path.read_bytes() for path in folder.glob("*.header")}
+        self.prefixes = prefixes
         self.specs: dict[str, list[TensorSpec]] = {
-            file: parse_prefix(folder / f"{file}.header", prefix) for file, prefix in sorted(self.prefixes.items())
+            file: parse_prefix(folder / file, prefix) for file, prefix in sorted(prefixes.items())
         }
 
     @classmethod
     def load(cls, folder: Path) -> Original | None:
         """Of a converted checkpoint folder; None if it keeps none."""
-        return cls(folder / FOLDER) if (folder / FOLDER).is_dir() else None
+        kept = folder / FOLDER
+        if not kept.is_dir():
+            return None
+        return cls(kept, {path.name.removesuffix(".header"): path.read_bytes() for path in kept.glob("*.header")})
+
+    @classmethod
+    def of(cls, view: CheckpointView) -> Original:
+        """Of a checkpoint itself, for a conversion that turns out to change nothing."""
+        headers = view.checkpoint.headers
+        return cls(view.checkpoint.folder, {file: header_prefix(header.path) for file, header in headers.items()})
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

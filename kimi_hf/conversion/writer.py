@@ -234,10 +234,17 @@ class _Job:
         todo = sum(shard.nbytes for shard in self.shards if shard.file not in self.done)
         free = shutil.disk_usage(self.partial).free
         if todo * density > free:
+            self._abandon()
             raise CheckpointError(
                 f"{self.out} needs {todo * density / 1e9:.1f} GB more but its disk has {free / 1e9:.1f} GB free; "
                 f"free some, or choose a folder on another disk"
             )
+
+    def _abandon(self) -> None:
+        """Leave nothing behind of a job that has written nothing yet."""
+        if not self.done and not any(path.name != JOURNAL for path in self.partial.iterdir()):
+            (self.partial / JOURNAL).unlink()
+            self.partial.rmdir()
 
     def total(self, verify: bool) -> int:
         return (2 if verify else 1) * sum(shard.nbytes for shard in self.shards)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -112,13 +111,14 @@ SYSTEM_CALLS = ("open", "write", "pwrite", "ftruncate", "fsync", "rename", "rmdi
 
 
 class Killer:
-    """Counts this process's file operations; at number `at` it kills the process with SIGKILL.
+    """Notes the names of this process's file operations; at number `at` it kills the process with SIGKILL.
 
     `half` makes the fatal write put half of its bytes on disk first.
     """
 
     def __init__(self, at: int | None = None, half: bool = False):
-        self.at, self.half, self.count = at, half, 0
+        self.at, self.half = at, half
+        self.names: list[str] = []
 
     def install(self) -> "Killer":
         for name in SYSTEM_CALLS:
@@ -127,12 +127,11 @@ class Killer:
 
     def _wrapped(self, name: str, call: Callable) -> Callable:
         def wrapped(*arguments, **keywords):
-            self.count += 1
-            if self.count == self.at:
+            self.names.append(name)
+            if len(self.names) == self.at:
                 if self.half and name in ("write", "pwrite"):
                     data = arguments[1]
                     call(arguments[0], data[: len(data) // 2], *arguments[2:])
-                sys.stdout.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*arguments, **keywords)
 

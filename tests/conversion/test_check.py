@@ -65,7 +65,9 @@ def test_extra_expert(packed):
     with pytest.raises(CheckpointError) as caught:
         check(packed)
     assert f"unexpected: {LAYER}.experts.15.w1.weight_packed U8 [32, 16] in model.safetensors" in str(caught.value)
-    assert f"shape: {LAYER}.gate.weight in model.safetensors is [16, 64], the config gives [15, 64]" in str(caught.value)
+    assert f"shape: {LAYER}.gate.weight in model.safetensors is [16, 64], the config gives [15, 64]" in str(
+        caught.value
+    )
 
 
 def test_wrong_shape_and_dtype(plain):
@@ -89,7 +91,9 @@ def test_strict_dtypes(goldens, tmp_path):
 
 def test_mixed_experts(packed):
     edit_tensors(packed, lambda t: t.update({f"{LAYER}.experts.3.w1.weight": torch.zeros(32, 32)}))
-    with pytest.raises(CheckpointError, match=rf"mixes experts stored as packed and plain .*{LAYER}.experts.3.w1.weight"):
+    with pytest.raises(
+        CheckpointError, match=rf"mixes experts stored as packed and plain .*{LAYER}.experts.3.w1.weight"
+    ):
         check(packed)
 
 
