@@ -33,8 +33,6 @@ class KimiK3VisionModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": MoonViTBlock, "attentions": ItemAttention}
-    # Taking the tower out of a full repository leaves the rest of it unread, on purpose.
-    _keys_to_ignore_on_load_unexpected = [r"^language_model\.", r"^mm_projector\."]
 
     def __init__(self, config: KimiK3VisionConfig):
         super().__init__(config)
@@ -48,6 +46,16 @@ class KimiK3VisionModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, LearnedPositions):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
+        """Taking the tower out of a full repository leaves the rest of it unread, on purpose.
+
+        Said here, where only the model being loaded is asked, and not in `_keys_to_ignore_on_load_unexpected`, which a
+        composite model inherits from its parts: it would then no longer notice unknown text tensors.
+        """
+        others = ("language_model.", "mm_projector.")
+        loading_info.unexpected_keys = {key for key in loading_info.unexpected_keys if not key.startswith(others)}
+        super()._adjust_missing_and_unexpected_keys(loading_info)
 
     def get_input_embeddings(self) -> nn.Module:
         """The patch projection, the first thing that touches pixels."""
@@ -86,8 +94,8 @@ class KimiK3VisionModel(PreTrainedModel):
                 "pass it as the image processor returned it"
             )
         layout = self.read_layout(grid_thws, pixel_values.shape[0])
-        weight = self.patch_embed.pos_emb.weight
-        hidden_states = self.patch_embed(pixel_values.to(device=weight.device, dtype=weight.dtype), layout)
+        # The dtype only: under offloading the weights' device is known inside their own module.
+        hidden_states = self.patch_embed(pixel_values.to(self.patch_embed.pos_emb.weight.dtype), layout)
         hidden_states = self.encoder(hidden_states, layout)
         merged = merge_patches(hidden_states, layout, self.config.merge_kernel_size)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=tuple(merged))
