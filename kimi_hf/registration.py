@@ -14,8 +14,12 @@ from transformers.models.auto import configuration_auto
 from .configuration import KimiK3Config, KimiK3VisionConfig, KimiLinearConfig
 
 KEEP_NATIVE_VARIABLE = "KIMI_HF_KEEP_NATIVE_KIMI_LINEAR"
-_AUTO_MODELS = "transformers.models.auto.modeling_auto"
-_state = {"take_over": True}
+_AUTO = "transformers.models.auto."
+_MODELS = f"{_AUTO}modeling_auto"
+_PROCESSING = (f"{_AUTO}tokenization_auto", f"{_AUTO}processing_auto", f"{_AUTO}image_processing_auto")
+# This module imports the auto models half-way through itself, and our models need it whole.
+_LAYERS = "transformers.modeling_layers"
+_state = {"take_over": True, "models": False, "processing": False}
 
 
 def register(take_over_kimi_linear: bool | None = None) -> None:
@@ -35,10 +39,31 @@ def register(take_over_kimi_linear: bool | None = None) -> None:
         auto_config.register("kimi_linear", KimiLinearConfig, exist_ok=True)
     else:
         configuration_auto.CONFIG_MAPPING._extra_content.pop("kimi_linear", None)
-    if _AUTO_MODELS in sys.modules:
-        _register_models()
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+    _state.update(models=False, processing=False)
+    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
+    _register_what_is_there()
+
+
+def _register_what_is_there() -> None:
+    """Register with those of transformers' auto modules that are there, unless something we need is half imported."""
+    if any(_is_half(name) for name in list(sys.modules) if name == _LAYERS or name.startswith("kimi_hf.")):
+        return
+    if not _state["models"] and _is_whole(_MODELS):
+        _state["models"] = True
+        _register_models()
+    if not _state["processing"] and any(map(_is_whole, _PROCESSING)):
+        _state["processing"] = True
+        _register_processing()
+
+
+def _is_half(name: str) -> bool:
+    """Whether module `name` is being imported right now."""
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
+
+
+def _is_whole(name: str) -> bool:
+    return name in sys.modules and not _is_half(name)
 
 
 def _register_models() -> None:
@@ -48,7 +73,7 @@ def _register_models() -> None:
     from .modeling.modeling_kimi_k3 import KimiK3ForConditionalGeneration, KimiK3Model
     from .modeling.modeling_kimi_linear import KimiLinearForCausalLM, KimiLinearModel
     from .modeling.vision import KimiK3VisionModel
-    from .processing.registration import register_processing
+    from .quantization.registration import register_quantization
 
     AutoModel.register(KimiLinearConfig, KimiLinearModel, exist_ok=True)
     AutoModelForCausalLM.register(KimiLinearConfig, KimiLinearForCausalLM, exist_ok=True)
@@ -57,25 +82,44 @@ def _register_models() -> None:
     AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
     AutoModel.register(KimiK3VisionConfig, KimiK3VisionModel, exist_ok=True)
     register_key_maps(_state["take_over"])
+    register_quantization()
+
+
+def _register_processing() -> None:
+    from .processing.registration import register_processing
+
     register_processing(take_over_kimi_linear=_state["take_over"])
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds transformers' auto-model module as usual, and registers our models once it has run."""
+    """Lets modules be found as usual, and asks again what can be registered when a watched one has run.
+
+    Watched are transformers' auto modules, and our own: an import of ours may have been the reason to wait.
+    """
+
+    def __init__(self):
+        self.finding, self.loaders = set(), {}
 
     def find_spec(self, name, path=None, target=None):
-        if name != _AUTO_MODELS:
+        watched = name in (_MODELS, _LAYERS, *_PROCESSING) or name.startswith("kimi_hf.")
+        if not watched or name in self.finding or (_state["models"] and _state["processing"]):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.finding.remove(name)
         if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
+            self.loaders[name], spec.loader = spec.loader, self
         return spec
 
     def create_module(self, spec):
-        return self._loader.create_module(spec)
+        return self.loaders[spec.name].create_module(spec)
 
     def exec_module(self, module) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _register_models()
+        spec = module.__spec__
+        spec.loader = module.__loader__ = self.loaders.pop(spec.name)
+        spec.loader.exec_module(module)
+        # The import system still calls the module half imported; it has run, so it is whole.
+        spec._initializing = False
+        _register_what_is_there()

@@ -102,6 +102,7 @@ class ReleasedSchemaConfig(PreTrainedConfig):
             and key not in self._translated
             and key not in self.attribute_map
             and key not in ("attn_implementation", "experts_implementation", "dtype", "output_attentions")
+            and key != "quantization_config"  # may have been removed since, by dequantising
         )
 
 

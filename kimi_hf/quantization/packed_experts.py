@@ -1,0 +1,101 @@
+"""Routed experts that stay in MXFP4: half a byte a weight plus a scale byte for 32, unpacked a block at a time."""
+
+import torch
+from torch import Tensor, nn
+
+from ..modeling.moe import KimiExperts
+from ..ops.mxfp4 import GROUP, pack, packed_matmul, unpack
+
+
+class KimiPackedExperts(nn.Module):
+    """The experts of a layer as packed bytes; the same call as `KimiExperts`.
+
+    `gate_up_proj_packed` (E, 2F, Z/2), `gate_up_proj_scale` (E, 2F, Z/32), `down_proj_packed` (E, Z, F/2),
+    `down_proj_scale` (E, Z, F/32), all uint8 and frozen. Gradients flow to the inputs and the routing weights.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.hidden_dim = config.routed_expert_hidden_size or config.hidden_size
+        self.intermediate_dim = config.moe_intermediate_size
+        self.act = None
+        shapes = {
+            "gate_up_proj": (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim),
+            "down_proj": (self.num_experts, self.hidden_dim, self.intermediate_dim),
+        }
+        for name, (experts, rows, columns) in shapes.items():
+            for suffix, width in (("packed", columns // 2), ("scale", columns // GROUP)):
+                empty = torch.empty(experts, rows, width, dtype=torch.uint8)
+                self.register_parameter(f"{name}_{suffix}", nn.Parameter(empty, requires_grad=False))
+
+    @classmethod
+    def shaped_like(cls, experts: KimiExperts, config) -> "KimiPackedExperts":
+        """Empty packed experts in place of `experts`, on its device and with its activation."""
+        with torch.device(experts.gate_up_proj.device):
+            packed = cls(config)
+        packed.act = experts.act
+        return packed
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden (N, Z), experts (N, k), weights (N, k) fp32 -> (N, Z). Only experts that were chosen are unpacked."""
+        out = top_k_weights.new_zeros(hidden_states.shape)
+        for expert in torch.unique(top_k_index).tolist():
+            token, slot = torch.where(top_k_index == expert)
+            gate_up = packed_matmul(
+                hidden_states[token], self.gate_up_proj_packed[expert], self.gate_up_proj_scale[expert]
+            )
+            gate, up = gate_up.chunk(2, dim=-1)
+            y = packed_matmul(self.act(gate, up), self.down_proj_packed[expert], self.down_proj_scale[expert])
+            out = out.index_add(0, token, y * top_k_weights[token, slot, None])
+        return out.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts in MXFP4, {self.hidden_dim} -> {self.intermediate_dim}"
+
+
+def quantize(model: nn.Module) -> nn.Module:
+    """Pack the routed experts of a model in place (round to nearest, scales as compressed-tensors computes them).
+
+    Weights that already lie on the MXFP4 grid keep their values exactly.
+
+    Raises:
+        ShapeError: expert widths that are not multiples of 32, or weights that are not finite.
+    """
+    from .configuration import KimiMxfp4Config
+
+    text = model.config.get_text_config()
+    for name, experts in _modules_of(model, KimiExperts):
+        packed = KimiPackedExperts.shaped_like(experts, text)
+        for which in ("gate_up_proj", "down_proj"):
+            for expert, weight in enumerate(getattr(experts, which).detach()):
+                codes, scale = pack(weight)
+                getattr(packed, f"{which}_packed").data[expert] = codes
+                getattr(packed, f"{which}_scale").data[expert] = scale
+        model.set_submodule(name, packed)
+    model.config.quantization_config = KimiMxfp4Config()
+    return model
+
+
+def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Unpack the routed experts of a model in place, to `dtype` (the model's own by default)."""
+    text = model.config.get_text_config()
+    dtype = dtype or model.dtype
+    for name, packed in _modules_of(model, KimiPackedExperts):
+        device = packed.gate_up_proj_packed.device
+        with torch.device("meta"):
+            experts = KimiExperts(text)
+        experts.to(dtype).to_empty(device=device)
+        for which in ("gate_up_proj", "down_proj"):
+            codes, scale = getattr(packed, f"{which}_packed"), getattr(packed, f"{which}_scale")
+            for expert in range(packed.num_experts):
+                dense = unpack(codes[expert], scale[expert], dtype, name=f"{name}.{which}")
+                getattr(experts, which).data[expert] = dense
+        model.set_submodule(name, experts)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+def _modules_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]

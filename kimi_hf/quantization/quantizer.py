@@ -1,0 +1,81 @@
+"""The quantizer that transformers calls for checkpoints whose experts are in MXFP4."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+
+from ..errors import CheckpointError, ConfigError
+from ..modeling.moe import KimiExperts
+from ..ops.mxfp4 import check_scale, unpack
+from .packed_experts import KimiPackedExperts, _modules_of, dequantize
+
+
+class UnpackExperts(ConversionOps):
+    """`w.weight_packed` and `w.weight_scale` of each expert -> its dense weight, before the experts are stacked."""
+
+    def __init__(self, hf_quantizer: "KimiMxfp4Quantizer"):
+        self.hf_quantizer = hf_quantizer
+
+    @torch.no_grad
+    def convert(self, input_dict: dict[str, Any], **kwargs) -> dict[str, Any]:
+        dtype = getattr(kwargs.get("model"), "dtype", None) or torch.bfloat16
+        output = {}
+        for pattern in [pattern for pattern in input_dict if pattern.endswith("weight_packed")]:
+            scales = input_dict.get(pattern.removesuffix("packed") + "scale", [])
+            codes = input_dict[pattern]
+            if len(scales) != len(codes):
+                raise CheckpointError(f"{pattern}: {len(codes)} packed tensors but {len(scales)} scales")
+            name = pattern.removesuffix("_packed")
+            output[pattern] = [unpack(c, s, dtype, name=name) for c, s in zip(codes, scales, strict=True)]
+        return output or input_dict
+
+
+class KimiMxfp4Quantizer(HfQuantizer):
+    """Loads MXFP4 experts packed (the default) or unpacked (`KimiMxfp4Config(dequantize=True)`)."""
+
+    requires_calibration = False
+    serialized_names = {"weight": ["weight_packed", "weight_scale"]}
+
+    def get_load_operations(self) -> dict[str, type[ConversionOps]]:
+        return {"dequantize": UnpackExperts}
+
+    def _process_model_before_weight_loading(self, model, **kwargs) -> None:
+        if not self.pre_quantized:
+            raise ConfigError(
+                "quantization_config is KimiMxfp4Config, but the checkpoint's experts are not packed. Load it without, then "
+                "call kimi_hf.quantization.quantize(model)"
+            )
+        if self.quantization_config.dequantize:
+            return
+        for name, experts in _modules_of(model, KimiExperts):
+            model.set_submodule(name, KimiPackedExperts.shaped_like(experts, model.config.get_text_config()))
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        if self.quantization_config.dequantize:
+            # The unpacking rules have no way back; what is saved from here on is plain.
+            model._weight_conversions = get_model_conversion_mapping(model)
+            return model
+        for name, packed in _modules_of(model, KimiPackedExperts):
+            for which in ("gate_up_proj_scale", "down_proj_scale"):
+                scale: Tensor = getattr(packed, which)
+                if not scale.is_meta:
+                    check_scale(scale, f"{name}.{which.removesuffix('_scale')}")
+        return model
+
+    def _dequantize(self, model, dtype=None):
+        return dequantize(model, dtype)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
