@@ -112,12 +112,10 @@ class KimiK3Processor(ProcessorMixin):
                 `apply_chat_template` (`tools`, `thinking`, `thinking_effort`, `add_generation_prompt`,
                 `return_assistant_tokens_mask`, ...); settings of the image processor for this call.
 
-        Returns:
-            `input_ids`, `attention_mask` (B, T), `assistant_masks` (B, T) if asked for, and if there are images
+        Returns: `input_ids`, `attention_mask` (B, T), `assistant_masks` (B, T) if asked for, and if there are images
             `pixel_values` (patches, 3, 14, 14), `grid_thws` (images, 3). There is always a batch dimension.
 
-        Raises:
-            MediaError: images and placeholders do not match, an image cannot be read, or is cut; it says which one.
+        Raises: MediaError: images and placeholders do not match, an image cannot be read, or is cut; it says which.
             ChatError: a conversation that cannot be rendered.
         """
         if videos is not None or audio is not None:
