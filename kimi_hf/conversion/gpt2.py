@@ -31,7 +31,7 @@ TARGETS = ("gpt2", "nanogpt")
 TRANSPOSED = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NORMS = ("ln_1", "ln_2")
 _WRAPPERS = ("_orig_mod.", "module.")
-_MASKS = ("attn.bias", "attn.masked_bias")  # causal masks that older versions saved as buffers
+_MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks that older versions saved as buffers
 _NANO_ARGS = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
 
 State = dict[str, torch.Tensor]
@@ -151,7 +151,7 @@ def read_gpt2(folder: str | Path) -> tuple[State, dict[str, Any]]:
         state = {
             name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": checkpoint.read(name)
             for name in checkpoint.entries
-            if not name.endswith(_MASKS) or name.endswith(("c_attn.bias", "attn.c_proj.bias"))
+            if not name.endswith(_MASKS)
         }
     head = state.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, state.get("transformer.wte.weight", head)):

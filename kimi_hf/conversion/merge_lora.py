@@ -39,14 +39,16 @@ _EXPERTS = "block_sparse_moe.experts"
 
 
 class Delta(NamedTuple):
-    """One low-rank update: rows [i, j) of `scale * left @ right` are `scale * left[i:j] @ right`."""
+    """One low-rank update, `scale * left @ right`, of a matrix (left's rows, right's columns)."""
 
     left: torch.Tensor
     right: torch.Tensor
     scale: float
 
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        return self.scale * (self.left[begin:end].float() @ self.right.float())
+    def added(self, base: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Rows [begin, end) of a matrix with the update, in fp32; where that is zero, base to the bit (-0 stays)."""
+        update = self.scale * (self.left[begin:end].float() @ self.right.float())
+        return torch.where(update == 0, base.float(), base.float() + update)
 
 
 @dataclass
@@ -194,8 +196,7 @@ class Merged:
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             base = as_tensor(self.source.read(begin * size, (end - begin) * size), self.spec.dtype, (end - begin, cols))
-            total = base.float() + self.delta.rows(begin, end)
-            yield to_bytes(total.to(TORCH_DTYPES[self.spec.dtype]))
+            yield to_bytes(self.delta.added(base, begin, end).to(TORCH_DTYPES[self.spec.dtype]))
 
     def describe(self) -> str:
         return f"{self.source.describe()} + {_tell(self.delta)}"
@@ -230,8 +231,8 @@ class MergedMatrix:
         return self.matrix.packed
 
     def dense_rows(self, begin: int, end: int, dtype: str) -> torch.Tensor:
-        total = self.matrix.dense_rows(begin, end, "F32") + self.delta.rows(begin, end)
-        return total.to(TORCH_DTYPES[dtype])
+        base = self.matrix.dense_rows(begin, end, "F32")
+        return self.delta.added(base, begin, end).to(TORCH_DTYPES[dtype])
 
     def describe(self) -> str:
         return f"{self.matrix.describe()} + {_tell(self.delta)}"
