@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from kimi_hf.errors import BackendError
@@ -147,7 +146,6 @@ def _checked(backend: str | Mapping[str, str] | None, source: str) -> dict[str, 
     return table
 
 
-@torch.compiler.assume_constant_result
 def _from_environment(operation: str) -> str | None:
     text = os.environ.get(ENVIRONMENT, "").strip()
     if not text or text == "auto":

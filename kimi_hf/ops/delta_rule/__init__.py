@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
@@ -14,6 +14,7 @@ OPERATION = Operation(
     "delta_rule",
     Backend("reference", "kimi_hf.ops.delta_rule.reference", "delta_rule_reference"),
     Backend("eager", "kimi_hf.ops.delta_rule.eager", "delta_rule_eager"),
+    Backend("triton", "kimi_hf.ops.delta_rule.kernels", "delta_rule_triton", kernel_limits.heads),
 )
 
 

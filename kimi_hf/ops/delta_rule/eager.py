@@ -10,30 +10,16 @@ from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.delta_rule.chunked import chunked_backward, chunked_forward, forward_outputs
 from kimi_hf.ops.delta_rule.rule import DeltaRule
 from kimi_hf.ops.delta_rule.steps import STEPS_AT_MOST, delta_steps
-
-# Registered with torch so that a compiler sees one operation instead of a loop over tiles.
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g"
+from kimi_hf.ops.registered import registered
 
 
-@torch.library.custom_op(
-    "kimi_hf::delta_rule_chunked",
-    mutates_args=(),
-    schema=f"({_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool keep)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def _chunked(q, k, v, beta, g, initial_state, cu_seqlens, scale, keep):
+def _forward(q, k, v, beta, g, initial_state, cu_seqlens, scale, keep):
     bounds = None if cu_seqlens is None else checks.sequence_bounds("delta_rule", cu_seqlens, q.shape[1])
     with no_autocast(q):
         return chunked_forward(DeltaRule([q, k, v, beta, g], scale), initial_state, bounds, keep)
 
 
-@torch.library.custom_op(
-    "kimi_hf::delta_rule_chunked_backward",
-    mutates_args=(),
-    schema=f"({_INPUTS}, Tensor? cu_seqlens, float scale, Tensor kept, Tensor grad_o, Tensor grad_final)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _chunked_backward(q, k, v, beta, g, cu_seqlens, scale, kept, grad_o, grad_final):
+def _backward(q, k, v, beta, g, cu_seqlens, scale, kept, grad_o, grad_final):
     rule = DeltaRule([q, k, v, beta, g], scale)
     bounds = None if cu_seqlens is None else checks.sequence_bounds("delta_rule", cu_seqlens, q.shape[1])
     with no_autocast(q):
@@ -42,14 +28,12 @@ def _chunked_backward(q, k, v, beta, g, cu_seqlens, scale, kept, grad_o, grad_fi
         return *grads, q.new_empty(0) if grad_g is None else grad_g, grad_state
 
 
-@_chunked.register_fake
-def _(q, k, v, beta, g, initial_state, cu_seqlens, scale, keep):
+def _fake(q, k, v, beta, g, initial_state, cu_seqlens, scale, keep):
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return forward_outputs(q, v, checks.compute_dtype(q.dtype), sequences, keep)
 
 
-@_chunked_backward.register_fake
-def _(q, k, v, beta, g, cu_seqlens, scale, kept, grad_o, grad_final):
+def _backward_fake(q, k, v, beta, g, cu_seqlens, scale, kept, grad_o, grad_final):
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, beta)]
     grad_g = q.new_empty(0) if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
     dtype = checks.compute_dtype(q.dtype)
@@ -63,14 +47,27 @@ def _remember(ctx, inputs, output):
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx, grad_o, grad_final, _):
+def _differentiate(ctx, backward, grad_o, grad_final, _):
     *tensors, cu_seqlens, kept = ctx.saved_tensors
-    *grads, grad_g, grad_state = _chunked_backward(*tensors, cu_seqlens, ctx.scale, kept, grad_o, grad_final)
+    *grads, grad_g, grad_state = backward(*tensors, cu_seqlens, ctx.scale, kept, grad_o, grad_final)
     grads.append(grad_g if ctx.gated else None)
     return *grads, grad_state if ctx.has_state else None, None, None, None
 
 
-_chunked.register_autograd(_differentiate, setup_context=_remember)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g"
+_chunked = registered(
+    "kimi_hf::delta_rule_chunked",
+    schema=f"({_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
+    forward=_forward,
+    fake=_fake,
+    backward_schema=f"({_INPUTS}, Tensor? cu_seqlens, float scale, Tensor kept, Tensor grad_o, Tensor grad_final)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    backward=_backward,
+    backward_fake=_backward_fake,
+    remember=_remember,
+    differentiate=_differentiate,
+)
 
 
 def delta_rule_eager(

@@ -11,30 +11,16 @@ from kimi_hf.ops.delta_rule.chunked import chunked_backward, chunked_forward, fo
 from kimi_hf.ops.delta_rule.steps import STEPS_AT_MOST, delta_steps
 from kimi_hf.ops.kda.gate import kda_log_decay, l2_normalize
 from kimi_hf.ops.kda.rule import KdaRule
-
-# Registered with torch so that a compiler sees one operation instead of a loop over tiles.
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor dt_bias"
+from kimi_hf.ops.registered import registered
 
 
-@torch.library.custom_op(
-    "kimi_hf::kda_chunked",
-    mutates_args=(),
-    schema=f"({_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float? lower_bound, bool keep)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def _chunked(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lower_bound, keep):
+def _forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lower_bound, keep):
     bounds = None if cu_seqlens is None else checks.sequence_bounds("kda", cu_seqlens, q.shape[1])
     with no_autocast(q):
         return chunked_forward(KdaRule([q, k, v, g, beta, A_log, dt_bias], lower_bound), initial_state, bounds, keep)
 
 
-@torch.library.custom_op(
-    "kimi_hf::kda_chunked_backward",
-    mutates_args=(),
-    schema=f"({_INPUTS}, Tensor? cu_seqlens, float? lower_bound, Tensor kept, Tensor grad_o, Tensor grad_final)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _chunked_backward(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, kept, grad_o, grad_final):
+def _backward(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, kept, grad_o, grad_final):
     rule = KdaRule([q, k, v, g, beta, A_log, dt_bias], lower_bound)
     bounds = None if cu_seqlens is None else checks.sequence_bounds("kda", cu_seqlens, q.shape[1])
     with no_autocast(q):
@@ -42,14 +28,12 @@ def _chunked_backward(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound,
         return *rule.finished_gradients(), grad_state
 
 
-@_chunked.register_fake
-def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lower_bound, keep):
+def _fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lower_bound, keep):
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return forward_outputs(q, v, checks.compute_dtype(q.dtype), sequences, keep)
 
 
-@_chunked_backward.register_fake
-def _(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, kept, grad_o, grad_final):
+def _backward_fake(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, lower_bound, kept, grad_o, grad_final):
     dtype = checks.compute_dtype(q.dtype)
     fresh = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta, A_log, dt_bias)]
     return *fresh, torch.empty_like(grad_final, dtype=dtype, memory_format=torch.contiguous_format)
@@ -62,13 +46,26 @@ def _remember(ctx, inputs, output):
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx, grad_o, grad_final, _):
+def _differentiate(ctx, backward, grad_o, grad_final, _):
     *tensors, cu_seqlens, kept = ctx.saved_tensors
-    *grads, grad_state = _chunked_backward(*tensors, cu_seqlens, ctx.lower_bound, kept, grad_o, grad_final)
+    *grads, grad_state = backward(*tensors, cu_seqlens, ctx.lower_bound, kept, grad_o, grad_final)
     return *grads, grad_state if ctx.has_state else None, None, None, None
 
 
-_chunked.register_autograd(_differentiate, setup_context=_remember)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor dt_bias"
+_chunked = registered(
+    "kimi_hf::kda_chunked",
+    schema=f"({_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float? lower_bound, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
+    forward=_forward,
+    fake=_fake,
+    backward_schema=f"({_INPUTS}, Tensor? cu_seqlens, float? lower_bound, Tensor kept, Tensor grad_o, Tensor grad_final)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    backward=_backward,
+    backward_fake=_backward_fake,
+    remember=_remember,
+    differentiate=_differentiate,
+)
 
 
 def kda_eager(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
@@ -14,6 +14,7 @@ OPERATION = Operation(
     "linear_attention",
     Backend("reference", "kimi_hf.ops.linear_attention.reference", "linear_attention_reference"),
     Backend("eager", "kimi_hf.ops.linear_attention.eager", "linear_attention_eager"),
+    Backend("triton", "kimi_hf.ops.linear_attention.kernels", "linear_attention_triton", kernel_limits.heads),
 )
 
 

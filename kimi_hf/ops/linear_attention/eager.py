@@ -15,6 +15,7 @@ from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.delta_rule.chunked import forward_outputs
 from kimi_hf.ops.delta_rule.pairs import Work
 from kimi_hf.ops.delta_rule.tiles import Group, Tile, chunk_length, plan, spans_of
+from kimi_hf.ops.registered import registered
 
 STEPS_AT_MOST = 4  # without gradients, so few tokens are stepped through
 
@@ -68,15 +69,7 @@ def _feature(x: Tensor, dtype: torch.dtype) -> Tensor:
     return elu(x.to(dtype)).add_(1)
 
 
-# Registered with torch so that a compiler sees one operation instead of a loop over tiles. The states at the start of
-# each tile are kept for the backward pass, which recomputes the tiles from them.
-@torch.library.custom_op(
-    "kimi_hf::linear_attention_chunked",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? initial_state, Tensor? cu_seqlens, bool normalize, bool keep)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def _chunked(q, k, v, initial_state, cu_seqlens, normalize, keep):
+def _forward(q, k, v, initial_state, cu_seqlens, normalize, keep):
     groups, work = _plan(q, v, cu_seqlens)
     o, final, kept = _outputs(q, v, cu_seqlens, keep)
     if initial_state is None:
@@ -100,13 +93,7 @@ def _chunked(q, k, v, initial_state, cu_seqlens, normalize, keep):
     return o, final, kept
 
 
-@torch.library.custom_op(
-    "kimi_hf::linear_attention_chunked_backward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, bool normalize, Tensor kept, Tensor grad_o,"
-    " Tensor grad_final) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _chunked_backward(q, k, v, cu_seqlens, normalize, kept, grad_o, grad_final):
+def _backward(q, k, v, cu_seqlens, normalize, kept, grad_o, grad_final):
     groups, work = _plan(q, v, cu_seqlens)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     grad_state = grad_final.clone(memory_format=torch.contiguous_format)
@@ -132,13 +119,11 @@ def _chunked_backward(q, k, v, cu_seqlens, normalize, kept, grad_o, grad_final):
     return *grads, grad_state
 
 
-@_chunked.register_fake
-def _(q, k, v, initial_state, cu_seqlens, normalize, keep):
+def _fake(q, k, v, initial_state, cu_seqlens, normalize, keep):
     return _outputs(q, v, cu_seqlens, keep)
 
 
-@_chunked_backward.register_fake
-def _(q, k, v, cu_seqlens, normalize, kept, grad_o, grad_final):
+def _backward_fake(q, k, v, cu_seqlens, normalize, kept, grad_o, grad_final):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, grad_final))
 
 
@@ -149,13 +134,26 @@ def _remember(ctx, inputs, output):
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx, grad_o, grad_final, _):
+def _differentiate(ctx, backward, grad_o, grad_final, _):
     q, k, v, cu_seqlens, kept = ctx.saved_tensors
-    *grads, grad_state = _chunked_backward(q, k, v, cu_seqlens, ctx.normalize, kept, grad_o, grad_final)
+    *grads, grad_state = backward(q, k, v, cu_seqlens, ctx.normalize, kept, grad_o, grad_final)
     return *grads, grad_state if ctx.has_state else None, None, None, None
 
 
-_chunked.register_autograd(_differentiate, setup_context=_remember)
+# The states at the start of each tile are kept for the backward pass, which recomputes the tiles from them.
+_chunked = registered(
+    "kimi_hf::linear_attention_chunked",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? initial_state, Tensor? cu_seqlens, bool normalize, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
+    forward=_forward,
+    fake=_fake,
+    backward_schema="(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, bool normalize, Tensor kept, Tensor grad_o,"
+    " Tensor grad_final) -> (Tensor, Tensor, Tensor, Tensor)",
+    backward=_backward,
+    backward_fake=_backward_fake,
+    remember=_remember,
+    differentiate=_differentiate,
+)
 
 
 def _plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[list[Group], Work]:
