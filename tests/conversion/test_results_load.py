@@ -1,0 +1,78 @@
+"""What the tools write, the models open: every layout gives the same logits, slices and tiny models run."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kimi_hf  # noqa: F401
+from kimi_hf.conversion.convert import convert
+from kimi_hf.conversion.make_tiny import make_tiny, shrink_config
+from kimi_hf.conversion.merge_lora import merge_lora
+from kimi_hf.conversion.slice import slice_checkpoint
+
+from .helpers import read_all
+from .test_merge_lora import ROOT, pair, write_adapter
+
+IDS = torch.tensor([[1, 5, 9, 33, 2, 7]])
+
+
+def logits(folder, **options):
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, **options
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    with torch.no_grad():
+        found = model.eval()(IDS).logits
+    assert torch.isfinite(found).all()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fused", "fused-packed"])
+def test_every_layout_gives_the_same_logits(goldens, tmp_path, layout):
+    source = goldens("k3_release_tiny/config.json").parent
+    out = convert(source, tmp_path / "out", layout)
+    torch.testing.assert_close(logits(out), logits(source), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["fused", "bf16"])
+def test_kimi_linear_layouts(goldens, tmp_path, layout):
+    source = goldens("kimi_linear_tiny/config.json").parent
+    assert torch.equal(logits(convert(source, tmp_path / "out", layout)), logits(source))
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_a_slice_runs(goldens, tmp_path, text_only):
+    source = goldens("k3_release_tiny/config.json").parent
+    cut = {"layers": [0, 1, 3], "experts": [0, 2, 5, 7], "rows": list(range(40)), "text_only": text_only}
+    out, _ = slice_checkpoint(source, tmp_path / "out", **cut)
+    assert logits(out).shape == (1, 6, 40)
+
+
+def test_tiny_models_run(goldens, tmp_path):
+    for name in ("kimi_k3_config.json", "kimi_linear_48b_config.json"):
+        config = shrink_config(json.loads(goldens(f"released/{name}").read_text()), 5)
+        assert logits(make_tiny(config, tmp_path / name)).shape == (1, 6, 256)
+
+
+def test_merged_adapter_changes_what_it_should(goldens, tmp_path):
+    """Merging by file equals adding the update to the loaded parameter."""
+    source = goldens("kimi_linear_tiny/config.json").parent
+    name = "model.layers.3.self_attn.o_proj"
+    factors = pair(ROOT + name, 64, 64)
+    out = merge_lora(source, write_adapter(tmp_path / "a", factors), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    a, b = factors.values()
+    with torch.no_grad():
+        model.get_submodule(name).weight += 2.0 * b @ a
+        expected = model(IDS).logits
+    torch.testing.assert_close(logits(out), expected, atol=1e-4, rtol=0)
+
+
+def test_saved_models_are_the_released_layout(goldens, tmp_path):
+    """What `save_pretrained` writes passes the same header check and holds the same tensors as the source."""
+    source = goldens("kimi_linear_tiny/config.json").parent
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).save_pretrained(tmp_path / "saved")
+    before, after = read_all(source), read_all(tmp_path / "saved")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
