@@ -331,7 +331,8 @@ class TikTokenTokenizer(ChatTemplateMixin, PreTrainedTokenizer):
         if files:
             path = Path(files[0])
             config = _tidy(json.loads(path.read_text(encoding="utf-8")))
-            if self._config_bytes is not None and config == self._config_of_loaded_file():
+            # A processor signs the tokenizers it holds; that alone is no reason to write another file.
+            if self._config_bytes is not None and _unsigned(config) == _unsigned(self._config_of_loaded_file()):
                 path.write_bytes(self._config_bytes)
             else:
                 path.write_text(
@@ -356,6 +357,10 @@ class TikTokenTokenizer(ChatTemplateMixin, PreTrainedTokenizer):
             again.init_kwargs.pop("bpe_backend", None)
             written = super(TikTokenTokenizer, again).save_pretrained(Path(folder) / "again")
             return _tidy(json.loads(Path(written[0]).read_text(encoding="utf-8")))
+
+
+def _unsigned(config: dict) -> dict:
+    return {key: value for key, value in config.items() if key != "processor_class"}
 
 
 def _tidy(config: dict) -> dict:

@@ -164,7 +164,11 @@ def test_saving_writes_the_loaded_files_byte_for_byte(tokenizer_folder, tokenize
         assert path.read_bytes() == (tokenizer_folder / path.name).read_bytes()
     again = AutoTokenizer.from_pretrained(tmp_path)
     again.save_pretrained(tmp_path / "twice")
-    assert (tmp_path / "twice" / "tokenizer_config.json").read_bytes() == (tmp_path / "tokenizer_config.json").read_bytes()
+    released = (tokenizer_folder / "tokenizer_config.json").read_bytes()
+    assert (tmp_path / "twice" / "tokenizer_config.json").read_bytes() == released
+    again._set_processor_class("KimiK3Processor")  # as a processor does that holds it
+    again.save_pretrained(tmp_path / "signed")
+    assert (tmp_path / "signed" / "tokenizer_config.json").read_bytes() == released
 
 
 def test_changes_are_saved(tokenizer_folder, tmp_path):
