@@ -26,7 +26,7 @@ A line that ends with a backslash goes on in the next."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kimi-hf chat`."""
-    parser.add_argument("path", help="folder or hub name of a checkpoint with a tokenizer of Kimi K3's chat format")
+    parser.add_argument("path", help="folder or hub name of a checkpoint with a chat format")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--tools", type=Path, help="JSON file with a list of tools the model may call")
     parser.add_argument("--no-thinking", action="store_true", help="answer without a thinking channel")
@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def open_session(args: argparse.Namespace) -> Any:
-    """A `ChatSession` for the parsed options."""
+    """A `Session` for the parsed options."""
     import torch
     from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
     from transformers.utils import cached_file
 
-    from .processing.chat_session import ChatSession, ChatSettings
+    from .processing.chat_session import ChatSettings, open_chat
 
     tools = None
     if args.tools is not None:
@@ -78,7 +78,7 @@ def open_session(args: argparse.Namespace) -> Any:
         thinking=not args.no_thinking,
         thinking_effort=None if args.effort == "none" else args.effort,
     )
-    return ChatSession(model, tokenizer, processor, settings, generation_options(args))
+    return open_chat(model, tokenizer, processor, settings=settings, generation=generation_options(args))
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
 class Terminal:
     """Reads lines, runs commands, prints what the session shows.
 
-    Args: session: `ChatSession`. out: where to print. color: dim reasoning by escape codes; else label it.
+    Args: session: `Session`. out: where to print. color: dim reasoning by escape codes; else label it.
     """
 
     DIM, CALL, PLAIN = "\033[2m", "\033[36m", "\033[0m"

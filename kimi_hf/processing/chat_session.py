@@ -24,19 +24,31 @@ class ChatSettings:
     thinking_effort: str | None = "max"
 
 
-@dataclass
-class ChatSession:
-    """One conversation with a model of Kimi K3's chat format.
+def open_chat(model: Any, tokenizer: Any, processor: Any = None, **options: Any) -> "Session":
+    """The session that fits the tokenizer: Kimi K3's chat format, or another one's Jinja template.
 
-    What the model has read and written is kept as token ids, together with its cache, and the next turn adds to both.
-    That is exact: a message that was rendered anew from its text could be cut into other tokens than the model wrote.
-    Where ids cannot be continued (an answer was cut short, images came in, settings changed), the whole conversation
-    is rendered again and read from the beginning.
+    Args: options: `settings` and `generation`, see `Session`.
+    Raises: ChatError: the tokenizer has no chat format, or does not belong to the model.
+    """
+    if all(token in tokenizer.get_added_vocab() for token in CONTROL_TOKENS):
+        return ChatSession(model, tokenizer, processor, **options)
+    if tokenizer.chat_template is None:
+        raise ChatError(
+            f"{type(tokenizer).__name__}: neither Kimi K3's control tokens nor a chat template; this checkpoint "
+            "continues text, use generate()"
+        )
+    return TemplateSession(model, tokenizer, processor, **options)
+
+
+@dataclass
+class Session:
+    """One conversation. What the model has read and written is kept as token ids, together with its cache.
 
     Args:
-        model: with `generate()`. tokenizer: `TikTokenTokenizer`.
+        model: with `generate()`. tokenizer: with a chat format.
         processor: for messages with images; None if there is none.
         generation: keyword arguments of `generate()`.
+    Raises: ChatError: the tokenizer has more tokens than the model.
     """
 
     model: Any
@@ -47,18 +59,12 @@ class ChatSession:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        vocabulary = self.tokenizer.get_added_vocab()
-        if not all(token in vocabulary for token in CONTROL_TOKENS):
-            raise ChatError(
-                f"tokenizer: {type(self.tokenizer).__name__} has no control tokens of Kimi K3's chat format"
-            )
         rows = self.model.get_input_embeddings().weight.shape[0]
         if rows < len(self.tokenizer):
             raise ChatError(
                 f"model: its vocabulary has {rows} entries, the tokenizer {len(self.tokenizer)}; they do not belong "
                 "together"
             )
-        self.ends = [vocabulary[END_OF_MESSAGE], self.tokenizer.eos_token_id]
         self.unknown = list(range(len(self.tokenizer), rows)) or None  # ids that no text has
         self.reset()
 
@@ -72,7 +78,7 @@ class ChatSession:
         self._ids: list[int] | None = None
         self._cache: Any = None
         self._seen = 0  # how many messages `_ids` holds
-        self._settings = None
+        self._settings = ""
 
     def turn(self, messages: Sequence[dict[str, Any]], show: Callable[[Deltas], None]) -> dict[str, Any]:
         """Add `messages`, let the model answer, and add its answer.
@@ -92,16 +98,14 @@ class ChatSession:
 
     def _answer(self, show: Callable[[Deltas], None]) -> dict[str, Any]:
         inputs = self._prompt()
-        prompt = inputs["input_ids"][0].tolist()
-        parser = StreamingParser(self.tokenizer, thinking=self.settings.thinking)
-        streamer = _Streamer(lambda ids: show(parser.feed(ids)))
+        prompt, ends, parser = inputs["input_ids"][0].tolist(), self._ends(), self._parser()
         interrupted = False
         try:
             out = self.model.generate(
                 **{key: value.to(self.model.device) for key, value in inputs.items()},
                 past_key_values=self._cache,
-                streamer=streamer,
-                eos_token_id=self.ends,
+                streamer=_Streamer(lambda ids: show(parser.feed(ids))),
+                eos_token_id=ends,
                 pad_token_id=self.tokenizer.pad_token_id,
                 suppress_tokens=self.unknown,
                 return_dict_in_generate=True,
@@ -113,20 +117,47 @@ class ChatSession:
         answer = parser.message
         self.messages.append(answer)
         written = [] if interrupted else out.sequences[0, len(prompt) :].tolist()
-        if written and written[-1] == self.ends[0]:
+        if written and written[-1] == ends[0]:
             self._ids, self._cache = prompt + written, out.past_key_values
-            self._seen, self._settings = len(self.messages), self._state()
+            self._seen, self._settings = len(self.messages), repr(self.settings)
         else:
             self.forget()
         return answer
 
-    def _state(self) -> tuple:
-        return repr(self.settings), id(self.model)
+    def _chat(self) -> list[dict[str, Any]]:
+        system = self.settings.system
+        return self.messages if system is None else [{"role": "system", "content": system}, *self.messages]
+
+    def _ends(self) -> list[int]:
+        """Tokens that end an answer; after the first of them the conversation can be continued."""
+        raise NotImplementedError
+
+    def _parser(self) -> Any:
+        """Reads ids as `StreamingParser` does."""
+        raise NotImplementedError
 
     def _prompt(self) -> dict[str, torch.Tensor]:
-        """Inputs of the next turn; drops the cache where it cannot be continued."""
+        """Inputs of the next turn; forgets the cache where it cannot be continued."""
+        raise NotImplementedError
+
+
+class ChatSession(Session):
+    """A session in Kimi K3's chat format.
+
+    The next turn adds to the very ids the model wrote. That is exact: a message that was rendered anew from its text
+    could be cut into other tokens. Where ids cannot be continued (an answer was cut short, images came in, settings
+    changed), the whole conversation is rendered again and read from the beginning.
+    """
+
+    def _ends(self) -> list[int]:
+        return [self.tokenizer.convert_tokens_to_ids(END_OF_MESSAGE), self.tokenizer.eos_token_id]
+
+    def _parser(self) -> StreamingParser:
+        return StreamingParser(self.tokenizer, thinking=self.settings.thinking)
+
+    def _prompt(self) -> dict[str, torch.Tensor]:
         new = self.messages[self._seen :]
-        if self._ids is None or self._settings != self._state() or any(map(_has_images, new)):
+        if self._ids is None or self._settings != repr(self.settings) or any(map(_has_images, new)):
             self.forget()
             return self._whole_prompt()
         segments = build_segments(new, thinking=self.settings.thinking)
@@ -134,10 +165,8 @@ class ChatSession:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def _whole_prompt(self) -> dict[str, torch.Tensor]:
-        settings = self.settings
-        system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+        chat, settings = self._chat(), self.settings
         options = dict(tools=settings.tools, thinking=settings.thinking, thinking_effort=settings.thinking_effort)
-        chat = system + self.messages
         if any(map(_has_images, chat)):
             if self.processor is None:
                 raise ChatError(
@@ -145,6 +174,66 @@ class ChatSession:
                 )
             return dict(self.processor(messages=chat, return_tensors="pt", **options))
         return dict(self.tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt", **options))
+
+
+class TemplateSession(Session):
+    """A session in a format that only its Jinja template knows: answers are plain text.
+
+    The template renders the whole conversation each time; the cache is kept if what it renders begins with the ids
+    that the cache holds.
+    """
+
+    def _ends(self) -> list[int]:
+        ends = self.model.generation_config.eos_token_id
+        ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
+        known = [end for end in (*ends, self.tokenizer.eos_token_id) if end is not None]
+        return list(dict.fromkeys(known))
+
+    def _parser(self) -> "_PlainText":
+        return _PlainText(self.tokenizer)
+
+    def _prompt(self) -> dict[str, torch.Tensor]:
+        if any(map(_has_images, self.messages)):
+            raise ChatError("images: only checkpoints of Kimi K3's chat format are shown images here")
+        inputs = self.tokenizer.apply_chat_template(
+            self._chat(),
+            tools=self.settings.tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        ids = inputs["input_ids"][0].tolist()
+        if self._ids is None or len(ids) <= len(self._ids) or ids[: len(self._ids)] != self._ids:
+            self.forget()
+        return {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+
+
+class _PlainText:
+    """A parser for which everything is content."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._text = ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": self._text}
+
+    def feed(self, ids: Sequence[int]) -> Deltas:
+        self._ids += ids
+        return self._grow(unfinished=True)
+
+    def finish(self) -> Deltas:
+        return self._grow(unfinished=False)
+
+    def _grow(self, unfinished: bool) -> Deltas:
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if unfinished:
+            text = text.rstrip("\ufffd")  # the rest of the character is still to come
+        new, self._text = text[len(self._text) :], max(self._text, text, key=len)
+        return [{"content": new}] if new else []
 
 
 class _Streamer(BaseStreamer):

@@ -6,14 +6,16 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_outputs import ModelOutput
 
 from kimi_hf import KimiK3Config, KimiK3VisionConfig, KimiLinearConfig, chat
 from kimi_hf.errors import ChatError
-from kimi_hf.processing import build_segments
+from kimi_hf.processing import TikTokenTokenizer, build_segments
 from kimi_hf.processing.chat_encoding import render
-from kimi_hf.processing.chat_session import ChatSession, ChatSettings
+from kimi_hf.processing.chat_session import ChatSession, ChatSettings, TemplateSession, open_chat
+
+from .vocabulary import write_folder
 
 TEXT = dict(
     hidden_size=32,
@@ -152,6 +154,31 @@ def test_cache_across_turns_gives_the_tokens_of_a_fresh_start(tokenizer, text_mo
     prompt = torch.tensor([session._ids[:-6]])
     fresh = text_model.generate(prompt, eos_token_id=[458, 457], pad_token_id=711, **generation)
     assert fresh[0].tolist() == session._ids
+
+
+def test_other_chat_formats_go_through_their_template(tmp_path, monkeypatch):
+    named = {"456": {"content": "[BOS]"}, "457": {"content": "[EOS]"}, "458": {"content": "<|im_end|>"}}
+    config = dict(added_tokens_decoder=named, additional_special_tokens=["<|im_end|>"])
+    folder = write_folder(tmp_path, **config)
+    with pytest.raises(ChatError, match="continues text"):
+        open_chat(None, TikTokenTokenizer.from_pretrained(folder))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = TikTokenTokenizer.from_pretrained(folder)
+    script = [tokenizer.encode("漢字 yes<|im_end|>"), list(b"fox") + [458], tokenizer.encode("end<|im_end|>")]
+    model = ScriptedModel(tokenizer, script)
+    model.generation_config = GenerationConfig(eos_token_id=[458])
+    session = open_chat(model, tokenizer)
+    assert type(session) is TemplateSession
+    text = scripted_terminal(session, ["hi", "more", "last"], monkeypatch)
+    assert "漢字 yes\n" in text and "fox\n" in text
+    assert tokenizer.decode(model.calls[1]["ids"]).startswith("user:hi<|im_end|>assistant:漢字 yes<|im_end|>user:more")
+    # The second answer was not cut as an encoder would: what the template renders no longer begins with its ids.
+    assert [call["cache"] for call in model.calls] == [None, "cache of call 1", None]
+    with pytest.raises(ChatError, match="images"):
+        session.turn([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], lambda deltas: None)
 
 
 def parse(*arguments):
