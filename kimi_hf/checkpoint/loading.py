@@ -38,6 +38,7 @@ def check_before_loading(
     with open_checkpoint(folder) as checkpoint:
         if not checkpoint.entries:
             return
+        _check_format(checkpoint, config)
         problems = find_problems(checkpoint, config, vision=vision, head=False)
         present = {found[1] for found in map(_LAYER.search, checkpoint.entries) if found}
         torn = [line for line in problems.missing if (found := _LAYER.search(line)) and found[1] in present]
@@ -50,3 +51,20 @@ def check_before_loading(
                 + "\nfetch the named shards again, or correct config.json"
             )
         check_decay_tails(checkpoint, config)
+
+
+def _check_format(checkpoint, config) -> None:
+    """Raise if the files' experts are packed and the configuration does not say so, or the other way round."""
+    from ..conversion.check import expert_layout
+    from ..conversion.geometry import as_dict, is_packed
+
+    found = expert_layout(checkpoint)
+    holds_experts = any(".experts." in name for name in checkpoint.entries)
+    said = is_packed(as_dict(config))
+    if holds_experts and said != ("packed" in found):
+        name = next(name for name in checkpoint.entries if ".experts." in name)
+        raise CheckpointError(
+            f"{name} in {checkpoint.entries[name].path.name} is stored as a {found} expert, but config.json "
+            f"{'names' if said else 'does not name'} the MXFP4 format in quantization_config; correct config.json, or convert "
+            "the experts"
+        )

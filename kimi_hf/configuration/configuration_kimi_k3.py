@@ -48,6 +48,19 @@ class KimiK3Config(ReleasedSchemaConfig):
                 f"{self.text_config.tie_word_embeddings}; the two must agree"
             )
 
+    def restore_quantization(self) -> None:
+        """Take the file's `quantization_config` again if it was overwritten by None.
+
+        `from_pretrained(..., quantization_config=None)` does that, and packed experts would find no place then.
+        """
+        given = self.__dict__.get("_given", {})
+        text = given.get("text_config")
+        block = given.get("quantization_config") or (
+            text.get("quantization_config") if isinstance(text, dict) else None
+        )
+        if self.__dict__.get("quantization_config", block) is None and block is not None:
+            self.quantization_config = route(block)
+
     def to_dict(self) -> dict[str, Any]:
         return self._with_released_quantization(super().to_dict())
 

@@ -286,6 +286,12 @@ class KimiLinearConfig(ReleasedSchemaConfig):
                 f"({self.num_experts_per_token})"
             )
 
+    def restore_quantization(self) -> None:
+        """Take the file's `quantization_config` again if it was overwritten by None, as `KimiK3Config` does."""
+        block = self.__dict__.get("_given", {}).get("quantization_config")
+        if self.__dict__.get("quantization_config", block) is None and block is not None:
+            self.quantization_config = route(block)
+
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
         return _with_released_quantization(output)

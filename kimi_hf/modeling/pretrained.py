@@ -41,6 +41,10 @@ class KimiPreTrainedMixin:
             ConfigError: a configuration that contradicts itself.
         """
         source = pretrained_model_name_or_path
+        if kwargs.get("quantization_config", source) is None:
+            del kwargs["quantization_config"]
+        if hasattr(kwargs.get("config"), "restore_quantization"):
+            kwargs["config"].restore_quantization()
         if source is not None and kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
             config = kwargs.get("config") or cls.config_class
             check_before_loading(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightTransform
 from transformers.quantizers.base import HfQuantizer
 
 from ..errors import CheckpointError, ConfigError
@@ -56,8 +56,7 @@ class KimiMxfp4Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.quantization_config.dequantize:
-            # The unpacking rules have no way back; what is saved from here on is plain.
-            model._weight_conversions = get_model_conversion_mapping(model)
+            model._weight_conversions = _plain_rules(model)
             return model
         for name, packed in _modules_of(model, KimiPackedExperts):
             for which in ("gate_up_proj_scale", "down_proj_scale"):
@@ -79,3 +78,10 @@ class KimiMxfp4Quantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _plain_rules(model) -> list[WeightTransform]:
+    """The rules that save plain experts, since unpacking has no way back; prefixes only where loading met them."""
+    used = [rule for rule in getattr(model, "_weight_conversions", []) if isinstance(rule, PrefixChange)]
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    return used + [rule for rule in rules if not isinstance(rule, PrefixChange)]
