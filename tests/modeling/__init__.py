@@ -1,0 +1,1 @@
+"""Tests of the text models against goldens, definitions and each other."""
