@@ -71,13 +71,18 @@ class MediaGenerationMixin:
         self,
         input_ids: Tensor,
         past_key_values=None,
+        inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs,
     ) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, is_first_iteration=is_first_iteration, **kwargs
+            input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
         )
         if pixel_values is None or not (is_first_iteration or past_key_values is None):
             return inputs

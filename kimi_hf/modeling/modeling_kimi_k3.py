@@ -6,10 +6,14 @@ the tower. Module names are the released ones: `vision_tower`, `mm_projector`, `
 
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
 from transformers.utils.generic import can_return_tuple
 
-from ..configuration import KimiK3Config
+from ..configuration import KimiK3Config, KimiLinearConfig
 from ..errors import ConfigError, ShapeError
 from .media_inputs import MediaGenerationMixin
 from .modeling_kimi_linear import KimiLinearForCausalLM, KimiLinearModel, KimiLinearPreTrainedModel
@@ -44,20 +48,27 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.language_model.set_input_embeddings(value)
 
-    def get_image_features(self, pixel_values: Tensor, grid_thws: Tensor, **kwargs) -> list[Tensor]:
+    @can_return_tuple
+    def get_image_features(self, pixel_values: Tensor, grid_thws: Tensor, **kwargs) -> BaseModelOutputWithPooling:
         """Encode and project images.
 
         Args:
             pixel_values: (N, 3, P, P), patches of all images behind one another, N = sum of t h w.
             grid_thws: (M, 3), (t, h, w) of each image in patches.
         Returns:
-            M tensors (h w / 4, D), one per image.
+            `pooler_output`: M tensors (h w / 4, D), one per image, ready for the decoder; `last_hidden_state` and, when
+            asked for, `hidden_states` and `attentions` of the tower.
         Raises:
             MediaError, ShapeError: see `KimiK3VisionModel.forward`.
         """
         dtype = self.vision_tower.patch_embed.proj.weight.dtype
-        encoded = self.vision_tower(pixel_values.to(dtype), grid_thws)
-        return self.mm_projector(encoded.pooler_output)
+        encoded = self.vision_tower(pixel_values.to(dtype), grid_thws, return_dict=True, **kwargs)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=encoded.last_hidden_state,
+            pooler_output=self.mm_projector(encoded.pooler_output),
+            hidden_states=encoded.hidden_states,
+            attentions=encoded.attentions,
+        )
 
     def merge_inputs(
         self,
@@ -79,30 +90,39 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if pixel_values is None:
             return MergedInputs(inputs_embeds, attention_mask, None, labels)
-        return merge_media(
+        # Masks that are ready made fit the present length only, so nothing may move then.
+        ready = isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4)
+        merged = merge_media(
             input_ids,
             inputs_embeds,
-            attention_mask,
+            None if ready else attention_mask,
             labels,
-            self.get_image_features(pixel_values, grid_thws),
+            self.get_image_features(pixel_values, grid_thws, return_dict=True).pooler_output,
             self.config.media_placeholder_token_id,
             self.config.pad_token_id,
             ignore_index=self.config.ignore_index,
         )
+        if not ready:
+            return merged
+        if merged.inputs_embeds.shape[1] != input_ids.shape[1]:
+            raise ShapeError(
+                "a 4-D attention_mask (or a static cache) needs input_ids with one placeholder per image feature, so that "
+                "lengths agree; expand them with kimi_hf.modeling.vision.expand_placeholders"
+            )
+        return merged._replace(attention_mask=attention_mask)
 
 
-class KimiK3TextStack(nn.Module):
+class KimiK3TextStack(KimiLinearPreTrainedModel):
     """The decoder under its released path, `language_model.model`, without a head."""
 
-    def __init__(self, config):
-        super().__init__()
+    def __init__(self, config: KimiLinearConfig):
+        super().__init__(config)
         self.model = KimiLinearModel(config)
+        self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
+    def forward(self, *args, **kwargs) -> MoeModelOutputWithPast:
+        """`KimiLinearModel.forward`."""
+        return self.model(*args, **kwargs)
 
 
 class KimiK3Model(KimiK3PreTrainedModel):
@@ -135,7 +155,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
     ) -> MoeModelOutputWithPast:
         """As `KimiK3ForConditionalGeneration.forward`, without labels and logits."""
         merged = self.merge_inputs(input_ids, inputs_embeds, pixel_values, grid_thws, attention_mask, None)
-        return self.language_model.model(
+        return self.language_model(
             inputs_embeds=merged.inputs_embeds,
             attention_mask=merged.attention_mask,
             position_ids=position_ids if merged.position_ids is None else None,
