@@ -265,7 +265,7 @@ class MergePlan(Plan):
             return plain
         if part == "dense":
             return Dense(plain.spec, merged)
-        return Packed(plain.spec, part, merged, [matrix.scale for matrix in matrices])
+        return Packed(plain.spec, part, merged, [matrix.scale for matrix in matrices], self.recent)
 
     def _merged(self, matrix: Matrix) -> Matrix | MergedMatrix:
         at = parse_layer(self.view.canonical(matrix.name))

@@ -67,6 +67,7 @@ class Plan:
         scales: the scales that dense experts were once decoded with, to restore packed bytes exactly.
         stored_shapes: shapes of `A_log` by output name, when the original files are known.
         seed: of new vocabulary rows.
+        recent: scales that the packed halves of experts leave for the scale halves, see `recipes.Packed`.
     """
 
     view: CheckpointView
@@ -77,6 +78,7 @@ class Plan:
     scales: Scales | None = None
     stored_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     seed: int = 0
+    recent: dict = field(default_factory=dict, init=False, repr=False)
 
     def recipes(self) -> Iterator[Recipe]:
         """One recipe per output tensor, in the order of the target's layout.
@@ -180,7 +182,7 @@ class Plan:
         if self.view.is_packed:
             return Copy(spec, [getattr(matrix, part) for matrix in matrices])
         scales = [self.scales.find(matrix) if self.scales else None for matrix in matrices]
-        return Packed(spec, part, matrices, scales)
+        return Packed(spec, part, matrices, scales, self.recent)
 
 
 def row_ranges(whole: ByteRange, count: int, rows: Sequence[int]) -> list[ByteRange]:

@@ -20,6 +20,8 @@ from kimi_hf.conversion.writer import CHUNK, Chunk, Recipe
 from kimi_hf.errors import CheckpointError
 from kimi_hf.ops import mxfp4
 
+RECENT = 1024  # pieces of scales kept, of at most CHUNK / 256 bytes each
+
 
 class ByteRange(NamedTuple):
     """`nbytes` bytes of a stored tensor, from byte `start` of it."""
@@ -124,18 +126,28 @@ class Packed:
 
     `scales`, one range a matrix, are the scales that the weights were decoded with; a group that they still
     reproduce bit for bit keeps its scale, so an untouched weight gets back exactly its bytes.
+
+    Packing gives both halves at once: the packed half leaves the scales in `recent` (shared by the recipes of a plan),
+    and the scale half, which comes next in a file, takes them from there instead of packing again.
     """
 
     spec: TensorSpec
     part: str
     matrices: Sequence[Matrix]
     scales: Sequence[ByteRange | None]
+    recent: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def chunks(self) -> Iterator[Chunk]:
         for matrix, scale in zip(self.matrices, self.scales, strict=True):
             step = max(1, CHUNK // (matrix.cols * 8))
             for begin in range(0, matrix.rows, step):
+                key = (matrix.name, begin)
+                if self.part == "scale" and key in self.recent:
+                    yield to_bytes(self.recent.pop(key))
+                    continue
                 packed, scales = pack_rows(matrix, scale, begin, min(begin + step, matrix.rows))
+                if self.part == "packed" and len(self.recent) < RECENT:
+                    self.recent[key] = scales
                 yield to_bytes(packed if self.part == "packed" else scales)
 
     def describe(self) -> str:
@@ -148,9 +160,8 @@ def pack_rows(matrix: Matrix, scale: ByteRange | None, begin: int, end: int) -> 
     weight = matrix.dense_rows(begin, end, matrix.dtype)
     if not bool(torch.isfinite(weight).all()):
         raise CheckpointError(f"{matrix.name} holds infinities or NaN in rows {begin} to {end - 1}; cannot be packed")
-    packed, fresh = mxfp4.pack(weight)
     if scale is None:
-        return packed, fresh
+        return mxfp4.pack(weight)
     groups = matrix.cols // MXFP4_GROUP
     stored = as_tensor(scale.read(begin * groups, (end - begin) * groups), "U8", (end - begin, groups))
     kept, _ = mxfp4.pack(weight, scale=stored)
@@ -158,6 +169,9 @@ def pack_rows(matrix: Matrix, scale: ByteRange | None, begin: int, end: int) -> 
     # Signed zeros count, so compare bits.
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     same = (again.view(bits) == weight.view(bits)).unflatten(-1, (groups, MXFP4_GROUP)).all(-1)
+    if bool(same.all()):
+        return kept, stored
+    packed, fresh = mxfp4.pack(weight)
     codes = torch.where(same.repeat_interleave(MXFP4_GROUP // 2, -1), kept, packed)
     return codes, torch.where(same, stored, fresh)
 
@@ -258,6 +272,9 @@ class Random:
             return torch.randn(count, generator=generator) * self.high + self.low
         if self.kind == "constant":
             return torch.full((count,), self.low)
+        if self.kind == "bytes" and (self.low, self.high) == (0, 255):
+            words = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+            return words.view(torch.uint8)[:count]
         if self.kind == "bytes":
             return torch.randint(int(self.low), int(self.high) + 1, (count,), generator=generator, dtype=torch.uint8)
         uniform = torch.rand(count, generator=generator)
