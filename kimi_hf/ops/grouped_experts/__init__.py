@@ -1,0 +1,66 @@
+"""The routed experts of a mixture: every token through its k chosen gated feed-forwards, weighted and summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kimi_hf.errors import ShapeError
+from kimi_hf.ops import checks
+from kimi_hf.ops.autocast import autocast_dtype, no_autocast
+from kimi_hf.ops.dispatch import Backend, Operation
+from kimi_hf.ops.mxfp4.packed import PackedWeight
+
+__all__ = ["grouped_experts"]
+
+OPERATION = Operation(
+    "grouped_experts",
+    Backend("reference", "kimi_hf.ops.grouped_experts.reference", "grouped_experts_reference"),
+    Backend("eager", "kimi_hf.ops.grouped_experts.eager", "grouped_experts_eager"),
+)
+
+
+def grouped_experts(
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor | PackedWeight,
+    down_proj: Tensor | PackedWeight,
+    act: Callable[[Tensor], Tensor],
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """y_n = sum_j weights[n, j] * down[e] act(gate_up[e] hidden_n), e = indices[n, j]; a token costs k experts.
+
+    Expert outputs are in the activation dtype, weighted and summed in fp32 (fp64 for fp64), one cast.
+
+    Args:
+        hidden: [N, D]. indices: [N, k] int64; entries outside 0 .. E - 1 contribute nothing (expert parallelism).
+        weights: [N, k], fp32.
+        gate_up_proj: [E, 2F, D], rows [gate | up] of each expert; down_proj: [E, D, F]. Parameters, taken in the
+            activation dtype, or `PackedWeight` (MXFP4, constant).
+        act: [rows, 2F] -> [rows, F], row by row and without parameters of its own; it is called once or several times,
+            and again in the backward.
+        backend: None for automatic.
+    Returns: [N, D] in hidden.dtype (under autocast in autocast's). Differentiable in hidden, weights and both
+        parameters.
+    Raises: ShapeError for shapes or dtypes; BackendError when a named backend cannot serve.
+    Source: kimi_k3.md 5.4.
+    """
+    checks.require_rank("grouped_experts", "hidden", hidden, 2, "[N, D]")
+    checks.require_rank("grouped_experts", "indices", indices, 2, "[N, k]")
+    tokens, width = hidden.shape
+    experts, twice_inner = gate_up_proj.shape[0], gate_up_proj.shape[1] if len(gate_up_proj.shape) == 3 else 0
+    checks.require_shape("grouped_experts", "indices", indices, (tokens, indices.shape[1]), "[N, k]")
+    checks.require_shape("grouped_experts", "weights", weights, tuple(indices.shape), "[N, k], the shape of indices")
+    expected = (experts, twice_inner, width), (experts, width, twice_inner // 2)
+    named = {"gate_up_proj": (gate_up_proj, "[E, 2F, D]"), "down_proj": (down_proj, "[E, D, F]")}
+    for (name, (parameter, meaning)), shape in zip(named.items(), expected, strict=True):
+        checks.require_shape("grouped_experts", name, parameter, shape, meaning)
+    checks.require_floating("grouped_experts", hidden=hidden, weights=weights)
+    if indices.is_floating_point():
+        raise ShapeError(f"grouped_experts: indices is {indices.dtype}, expected int64 expert numbers")
+    hidden = hidden.to(autocast_dtype(hidden))
+    with no_autocast(hidden):
+        return OPERATION.pick(hidden, backend)(hidden, indices, weights, gate_up_proj, down_proj, act)

@@ -1,0 +1,118 @@
+"""Routed experts in plain PyTorch: pairs sorted by expert once, each chosen expert's rows as one product.
+
+CPU: per-expert slices in small segments (torch's grouped product is a loop over the same slices there). GPUs and
+compiled graphs: `whole.py`, with torch's grouped product where it takes the dtype and the alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kimi_hf.ops import checks
+from kimi_hf.ops.grouped_experts.plan import Plan, make_plan
+from kimi_hf.ops.grouped_experts.stack import Stack, add_gradient, product, product_transposed
+from kimi_hf.ops.grouped_experts.whole import grouped_experts_whole
+from kimi_hf.ops.mxfp4.packed import PackedWeight
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def grouped_experts_eager(
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor | PackedWeight,
+    down_proj: Tensor | PackedWeight,
+    act: Activation,
+) -> Tensor:
+    """See `kimi_hf.ops.grouped_experts.grouped_experts`."""
+    if torch.compiler.is_compiling() or hidden.device.type != "cpu":
+        return grouped_experts_whole(hidden, indices, weights, gate_up_proj, down_proj, act)
+    plan = make_plan(indices, gate_up_proj.shape[0], gate_up_proj.shape[1])
+    first, second = Stack.of(gate_up_proj), Stack.of(down_proj)
+    tensors = (hidden, weights, *first.tensors, *second.tensors)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _GroupedExperts.apply(hidden, weights, plan, act, len(first.tensors), *first.tensors, *second.tensors)
+    return _forward(hidden, weights, plan, act, first, second, None)
+
+
+class _GroupedExperts(torch.autograd.Function):
+    """Saves the inputs and gate_up of every pair [pairs, 2F]; the backward recomputes the activation from it.
+
+    With d_n the gradient of y_n and u = down[e]^T d_n, a pair's gradients are: of its weight act . u, of its activation
+    weight * u; so expert outputs are neither kept nor recomputed.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weights: Tensor, plan: Plan, act: Activation, split: int, *stacks: Tensor):
+        first, second = Stack(stacks[:split]), Stack(stacks[split:])
+        kept = hidden.new_empty(plan.pairs, first.rows)
+        out = _forward(hidden, weights, plan, act, first, second, kept)
+        ctx.save_for_backward(hidden, weights, kept, *stacks)
+        ctx.plan, ctx.act, ctx.split = plan, act, split
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        hidden, weights, kept, *stacks = ctx.saved_tensors
+        first, second = Stack(stacks[: ctx.split]), Stack(stacks[ctx.split :])
+        wide = checks.compute_dtype(hidden.dtype)
+        d_hidden = torch.zeros(hidden.shape, dtype=wide) if ctx.needs_input_grad[0] else None
+        d_weights = torch.zeros(weights.numel(), dtype=wide)
+        d_stacks = [torch.zeros_like(s) if n else None for s, n in zip(stacks, ctx.needs_input_grad[5:], strict=True)]
+        flat_weights = weights.reshape(-1)
+        for segment in ctx.plan.segments:
+            pair, token = ctx.plan.pair[segment.span], ctx.plan.token[segment.span]
+            gate_up, d = kept[segment.span], grad.index_select(0, token)
+            with torch.enable_grad():
+                leaf = gate_up.detach().requires_grad_()
+                inner = ctx.act(leaf)
+            u = torch.empty_like(inner)
+            for expert, rows in segment.experts:
+                product_transposed(d[rows], second, expert, out=u[rows])
+            scale = flat_weights.index_select(0, pair).to(wide)[:, None]
+            d_weights[pair] = (inner.detach().to(wide) * u).sum(-1)
+            d_inner = (u * scale).to(u.dtype)
+            (d_gate_up,) = torch.autograd.grad(inner, leaf, d_inner)
+            if d_hidden is not None:
+                d_x = torch.empty_like(d)
+                for expert, rows in segment.experts:
+                    product_transposed(d_gate_up[rows], first, expert, out=d_x[rows])
+                d_hidden.index_add_(0, token, d_x.to(wide))
+            weighted = (inner.detach() * scale).to(inner.dtype) if d_stacks[ctx.split] is not None else None
+            x = hidden.index_select(0, token) if d_stacks[0] is not None else None
+            for expert, rows in segment.experts:
+                if weighted is not None:
+                    add_gradient(d_stacks[ctx.split][expert], d[rows], weighted[rows])
+                if x is not None:
+                    add_gradient(d_stacks[0][expert], d_gate_up[rows], x[rows])
+        d_weights = d_weights.view(weights.shape).to(weights.dtype)
+        d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
+        return d_hidden, d_weights, None, None, None, *d_stacks
+
+
+def _forward(
+    hidden: Tensor, weights: Tensor, plan: Plan, act: Activation, first: Stack, second: Stack, kept: Tensor | None
+) -> Tensor:
+    """`kept` [pairs, 2F], where given, receives gate_up."""
+    wide = checks.compute_dtype(hidden.dtype)
+    out = torch.zeros(hidden.shape, dtype=wide)
+    flat_weights = weights.reshape(-1)
+    for segment in plan.segments:
+        token = plan.token[segment.span]
+        x = hidden.index_select(0, token)
+        gate_up = x.new_empty(len(token), first.rows) if kept is None else kept[segment.span]
+        for expert, rows in segment.experts:
+            product(x[rows], first, expert, out=gate_up[rows])
+        inner = act(gate_up)
+        y = torch.empty_like(x)
+        for expert, rows in segment.experts:
+            product(inner[rows], second, expert, out=y[rows])
+        scale = flat_weights.index_select(0, plan.pair[segment.span]).to(wide)[:, None]
+        out.index_add_(0, token, y.mul_(scale) if y.dtype == wide else y.to(wide).mul_(scale))
+    return out.to(hidden.dtype)
