@@ -5,6 +5,7 @@ saves takes `fresh_model`.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -61,13 +62,18 @@ def assert_logits(found: Tensor, stored: Tensor, real: Tensor | None = None, *, 
     assert off.max() <= largest, f"largest difference {off.max():.2e}, allowed {largest:.0e}"
 
 
-@torch.no_grad()
-def decode(model, ids: Tensor, mask: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Prefill, then feed `tokens` (B, n) one by one through the cache.
+class Decoded(NamedTuple):
+    """What `decode` saw: prefill logits (B, T, V), every step's choice (B, n), logits after each fed token (B, n, V)."""
 
-    Returns:
-        prefill logits (B, T, V); argmax of every step, (B, n); logits after each fed token, (B, n, V).
-    """
+    prefill: Tensor
+    chosen: Tensor
+    steps: Tensor
+    cache: Any
+
+
+@torch.no_grad()
+def decode(model, ids: Tensor, mask: Tensor | None, tokens: Tensor) -> Decoded:
+    """Prefill, then feed `tokens` (B, n) one by one through the cache."""
     out = model(ids, attention_mask=mask, use_cache=True)
     prefill, chosen, logits = out.logits, [out.logits[:, -1].argmax(-1)], []
     for step in range(tokens.shape[1]):
@@ -77,4 +83,4 @@ def decode(model, ids: Tensor, mask: Tensor | None, tokens: Tensor) -> tuple[Ten
         out = model(token, attention_mask=mask, past_key_values=out.past_key_values, use_cache=True)
         logits.append(out.logits[:, 0])
         chosen.append(out.logits[:, 0].argmax(-1))
-    return prefill, torch.stack(chosen[:-1], dim=1), torch.stack(logits, dim=1)
+    return Decoded(prefill, torch.stack(chosen[:-1], dim=1), torch.stack(logits, dim=1), out.past_key_values)

@@ -70,7 +70,7 @@ def test_residual_stream_reads_writes_and_seals(case):
         hidden, stream = layer.residual.read_mixer(layer, stream)
         assert_close(hidden, _detail(case, f"layer{i}.attn_in"), BLOCK, f"layer {i}, mixer input")
         stream = stream.write(_detail(case, f"layer{i}.attn_out"))
-        hidden = layer.residual.read_feed_forward(layer, stream)
+        hidden, stream = layer.residual.read_feed_forward(layer, stream)
         assert_close(hidden, _detail(case, f"layer{i}.mlp_in"), BLOCK, f"layer {i}, feed-forward input")
         stream = stream.write(_detail(case, f"layer{i}.mlp_out"))
         assert_close(stream.prefix, _detail(case, f"layer{i}.prefix"), BLOCK, f"layer {i}, open block")

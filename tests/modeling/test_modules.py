@@ -116,9 +116,7 @@ def test_situ_of_the_configuration(case, beta, linear_beta):
     gate, up = stored["situ.gate_up"].chunk(2, dim=-1)
     assert_close(gated_activation(config)(gate, up), stored[f"situ.{case}"], 1e-4, case)
     if case == "4_25":
-        assert torch.equal(
-            gated_activation(config)(gate.bfloat16(), up.bfloat16()), stored["situ.4_25_bfloat16"]
-        )
+        assert torch.equal(gated_activation(config)(gate.bfloat16(), up.bfloat16()), stored["situ.4_25_bfloat16"])
 
 
 def test_situ_known_values_rounded_once():
