@@ -155,12 +155,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     parser.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of decoded experts")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="GPT-2 only: keep the first N embedding rows")
     parser.add_argument("--no-original", action="store_true", help="do not keep what an exact way back needs")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.to in gpt2.TARGETS:
-        out = gpt2.convert(args.source, args.out, args.to)
+        out = gpt2.convert(args.source, args.out, args.to, args.vocab_size)
     else:
         out = convert(
             args.source,

@@ -1,4 +1,4 @@
-"""GPT-2 checkpoints: Hugging Face's layout and nanoGPT's `ckpt.pt`, into each other.
+"""GPT-2 checkpoints: Hugging Face's layout, nanoGPT's `ckpt.pt` and the ladder's, into each other.
 
 Both hold the same numbers under nearly the same names. Hugging Face stores the four projections of a layer as
 (in, out) (its `Conv1D`), nanoGPT as (out, in); nanoGPT may leave out all biases, prefixes names of a compiled model,
@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from kimi_hf.conversion.configs import to_json
+from kimi_hf.conversion.configs import side_files, to_json
 from kimi_hf.conversion.geometry import load_config
+from kimi_hf.conversion.gpt2_ladder import gpt2_to_ladder, ladder_names, ladder_to_gpt2
 from kimi_hf.conversion.layout import TensorSpec
 from kimi_hf.conversion.recipes import InMemory
 from kimi_hf.conversion.shards import DTYPE_NAMES, open_checkpoint
@@ -26,13 +27,22 @@ from kimi_hf.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-TARGETS = ("gpt2", "nanogpt")
+TARGETS = ("gpt2", "nanogpt", "ladder")
 # Per layer: the projections that the two layouts store transposed, and the norms that they store alike.
 TRANSPOSED = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NORMS = ("ln_1", "ln_2")
 _WRAPPERS = ("_orig_mod.", "module.")
 _MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks that older versions saved as buffers
 _NANO_ARGS = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
+
+# What a ladder config.json may leave out, as its class fills it in.
+_LADDER_DEFAULTS = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
+}
 
 State = dict[str, torch.Tensor]
 
@@ -94,37 +104,28 @@ def _is_transposed(name: str) -> bool:
     return name.endswith(tuple(f"{module}.weight" for module in TRANSPOSED))
 
 
-def nanogpt_to_gpt2(state: State, args: Mapping[str, Any], vocab_size: int | None = None) -> tuple[State, dict]:
+def nanogpt_to_gpt2(state: State, args: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
     """HF GPT-2 tensors and config of a nanoGPT state dict.
 
     Absent biases become zeros, which changes no value. The config remembers `nanogpt_bias`, for the way back.
 
     Args:
         state, args: as `read_nanogpt` gives them.
-        vocab_size: keep this many embedding rows (drops nanoGPT's padding to a multiple of 64); None keeps all.
     Returns: state dict with `transformer.` names, (in, out) projections and no `lm_head.weight` (it is tied); config.
-    Raises: ConfigError if there are fewer rows than `vocab_size`.
     """
     bias, width = bool(args.get("bias", True)), args["n_embd"]
-    rows = args["vocab_size"]
-    if vocab_size is not None:
-        if not 0 < vocab_size <= rows:
-            raise ConfigError(f"vocab_size={vocab_size}: the checkpoint has {rows} embedding rows; choose 1 to {rows}")
-        rows = vocab_size
     result: State = {}
     for name in _names(args["n_layer"], True):
         if name not in state:
             like = state[name.removesuffix("bias") + "weight"]
             result[name] = torch.zeros(like.shape[0], dtype=like.dtype)
-        elif name.endswith("wte.weight"):
-            result[name] = state[name][:rows].contiguous()
         else:
             result[name] = state[name].t().contiguous() if _is_transposed(name) else state[name]
     dropout = float(args.get("dropout", 0.0))
     config = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": rows,
+        "vocab_size": args["vocab_size"],
         **{ours: args[theirs] for theirs, ours in _NANO_ARGS.items()},
         "n_inner": 4 * width,
         "activation_function": "gelu",
@@ -209,17 +210,67 @@ def write_nanogpt(out: Path, state: State, args: Mapping[str, Any]) -> Path:
     return out
 
 
-def convert(source: str | Path, out: str | Path, to: str, vocab_size: int | None = None) -> Path:
-    """nanoGPT's `ckpt.pt` to a Hugging Face GPT-2 folder (`to="gpt2"`), or such a folder to `ckpt.pt` ("nanogpt").
+def read_ladder(folder: str | Path) -> tuple[State, dict[str, Any]]:
+    """State dict (no tied head) and config of a ladder folder of the GPT-2 rung.
 
+    Raises: CheckpointError if tensors are missing or unknown.
+    """
+    folder = Path(folder)
+    config = load_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        state = {name: checkpoint.read(name) for name in checkpoint.entries if name != "lm_head.weight"}
+    layers, bias = config.get("num_hidden_layers", 12), config.get("bias") is not False
+    missing, extra = ladder_names(layers, bias) - state.keys(), state.keys() - ladder_names(layers, bias)
+    if missing or extra:
+        first = f"lacks {min(missing)}" if missing else f"holds {min(extra)}, which the GPT-2 rung does not have"
+        raise CheckpointError(f"{folder} {first}; expected the GPT-2 rung with {layers} layers")
+    return state, {**_LADDER_DEFAULTS, **config}
+
+
+def read_any(source: str | Path) -> tuple[State, dict[str, Any]]:
+    """A GPT-2 in any of the three layouts, as Hugging Face tensors and config.
+
+    Raises: CheckpointError for anything else.
+    """
+    source = Path(source)
+    if source.suffix == ".pt" or (source / "ckpt.pt").exists():
+        return nanogpt_to_gpt2(*read_nanogpt(source / "ckpt.pt" if source.is_dir() else source))
+    if load_config(source).get("model_type") == "kimi_ladder":
+        return ladder_to_gpt2(*read_ladder(source))
+    return read_gpt2(source)
+
+
+def is_gpt2(path: Path) -> bool:
+    """Whether `read_any` is the right reader."""
+    if path.suffix == ".pt" or (path / "ckpt.pt").exists():
+        return True
+    return load_config(path).get("model_type") in ("gpt2", "kimi_ladder")
+
+
+def convert(source: str | Path, out: str | Path, to: str, vocab_size: int | None = None) -> Path:
+    """A GPT-2 in one layout (HF folder, nanoGPT's `ckpt.pt`, ladder folder) to another.
+
+    Args:
+        to: "gpt2" (HF folder), "nanogpt" (`out/ckpt.pt`) or "ladder".
+        vocab_size: keep this many embedding rows; None keeps all.
     Raises: CheckpointError, ConfigError; see the functions above.
     """
     source, out = Path(source), Path(out)
+    state, config = read_any(source)
+    if vocab_size is not None:
+        rows = state["transformer.wte.weight"]
+        if not 0 < vocab_size <= rows.shape[0]:
+            raise ConfigError(f"vocab_size={vocab_size}: there are {rows.shape[0]} embedding rows; choose no more")
+        state["transformer.wte.weight"] = rows[:vocab_size].contiguous()
+        config = {**config, "vocab_size": vocab_size}
+    config.setdefault("dtype", str(state["transformer.wte.weight"].dtype).removeprefix("torch."))
     if to == "nanogpt":
-        state, config = read_gpt2(source)
         return write_nanogpt(out, *gpt2_to_nanogpt(state, config))
-    path = source / "ckpt.pt" if source.is_dir() else source
-    state, config = nanogpt_to_gpt2(*read_nanogpt(path), vocab_size=vocab_size)
-    config["dtype"] = str(state["transformer.wte.weight"].dtype).removeprefix("torch.")
+    if to == "ladder":
+        state, config = gpt2_to_ladder(state, config)
+    folder = source if source.is_dir() else source.parent
+    files: dict[str, bytes | Path] = dict(side_files(folder)) if (folder / "config.json").exists() else {}
+    files["config.json"] = to_json(config)
+    sources = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     shards = [PlannedShard("model.safetensors", state_recipes(state))]
-    return write_folder(out, shards, {"config.json": to_json(config)}, sources=[path], label=f"convert to {to}")
+    return write_folder(out, shards, files, sources=sources, label=f"convert to {to}")

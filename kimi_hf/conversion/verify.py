@@ -11,8 +11,7 @@ import torch
 from tqdm import tqdm
 
 from kimi_hf.conversion.check import check_decay_tails, check_scales, find_problems
-from kimi_hf.conversion.geometry import load_config
-from kimi_hf.conversion.gpt2 import nanogpt_to_gpt2, read_gpt2, read_nanogpt
+from kimi_hf.conversion.gpt2 import is_gpt2, read_any
 from kimi_hf.conversion.layout import DTYPE_BYTES
 from kimi_hf.conversion.recipes import ByteRange, Matrix
 from kimi_hf.conversion.shards import as_tensor
@@ -47,8 +46,8 @@ def compare(first: str | Path, second: str | Path, shown: int = SHOWN) -> Compar
     Returns: a `Comparison` with the first `shown` differences.
     Raises: CheckpointError if one of them cannot be read.
     """
-    if _is_gpt2(Path(first)) or _is_gpt2(Path(second)):
-        return _compare_states(_gpt2_state(Path(first)), _gpt2_state(Path(second)), shown)
+    if is_gpt2(Path(first)) or is_gpt2(Path(second)):
+        return _compare_states(read_any(first)[0], read_any(second)[0], shown)
     a, b = CheckpointView.open(first), CheckpointView.open(second)
     result = Comparison()
     for one, other, where in ((a, b, second), (b, a, first)):
@@ -150,18 +149,6 @@ def _first_difference(
     place = [int(i) for i in torch.unravel_index(torch.tensor(begin + at), shape or a.shape)]
     share = f"{int(different.sum())} of {different.numel()} compared values differ"
     return f"{name}{place}: {float(a[at])!r} against {float(b[at])!r}; {share}"
-
-
-def _is_gpt2(path: Path) -> bool:
-    if path.is_file() or (path / "ckpt.pt").exists():
-        return path.suffix == ".pt" or path.is_dir()
-    return load_config(path).get("model_type") == "gpt2"
-
-
-def _gpt2_state(path: Path) -> dict[str, torch.Tensor]:
-    if path.suffix == ".pt" or (path / "ckpt.pt").exists():
-        return nanogpt_to_gpt2(*read_nanogpt(path / "ckpt.pt" if path.is_dir() else path))[0]
-    return read_gpt2(path)[0]
 
 
 def _compare_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], shown: int) -> Comparison:

@@ -5,14 +5,16 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import kimi_hf  # noqa: F401
 from kimi_hf.conversion import convert as convert_module
+from kimi_hf.conversion.geometry import load_config
 from kimi_hf.conversion.gpt2 import convert, gpt2_to_nanogpt, nanogpt_to_gpt2, read_gpt2, read_nanogpt
 from kimi_hf.conversion.verify import compare
 from kimi_hf.errors import CheckpointError, ConfigError
 
-from .helpers import command, write_raw
+from .helpers import command, edit_config, write_raw
 
 
 @pytest.mark.parametrize("case", ["nanogpt_tiny", "nanogpt_bias_tiny"])
@@ -39,14 +41,46 @@ def test_nanogpt_round_trip(goldens, tmp_path, case):
     assert not compare(source, back).count and not compare(hf, back).count
 
 
-def test_padded_vocabulary_can_be_cut(goldens):
-    state, args = read_nanogpt(goldens("nanogpt_bias_tiny/ckpt.pt"))
+def test_padded_vocabulary_can_be_cut(goldens, tmp_path):
+    source = goldens("nanogpt_bias_tiny/ckpt.pt")
+    state, args = read_nanogpt(source)
     real = int(load_file(goldens("nanogpt_bias_tiny/golden.safetensors"))["real_vocab_size"])
-    cut, config = nanogpt_to_gpt2(state, args, vocab_size=real)
+    cut, config = read_gpt2(convert(source, tmp_path / "out", "gpt2", vocab_size=real))
     assert config["vocab_size"] == real < args["vocab_size"]
     assert torch.equal(cut["transformer.wte.weight"], state["transformer.wte.weight"][:real])
-    with pytest.raises(ConfigError, match="has 64 embedding rows"):
-        nanogpt_to_gpt2(state, args, vocab_size=65)
+    with pytest.raises(ConfigError, match="there are 64 embedding rows"):
+        convert(source, tmp_path / "more", "gpt2", vocab_size=65)
+
+
+@pytest.mark.parametrize("case", ["nanogpt_tiny", "nanogpt_bias_tiny", "gpt2_tiny"])
+def test_ladder_logits_and_the_way_back(goldens, tmp_path, case):
+    """The ladder's GPT-2 gives the golden logits; going back restores every tensor, and HF's file to the byte."""
+    source = goldens(f"{case}/{'config.json' if case == 'gpt2_tiny' else 'ckpt.pt'}").parent
+    ladder = convert(source, tmp_path / "ladder", "ladder")
+    model, loading = AutoModelForCausalLM.from_pretrained(ladder, output_loading_info=True)
+    assert not any(loading.values())
+    golden = load_file(goldens(f"{case}/golden.safetensors"))
+    run = "plain." if case == "gpt2_tiny" else ""
+    with torch.no_grad():
+        logits = model.eval()(golden[f"{run}input_ids"].long()).logits
+    assert (logits - golden[f"{run}logits"]).abs().max() < 1e-4
+    assert load_config(ladder)["bias"] is (case != "nanogpt_tiny")
+    back = convert(ladder, tmp_path / "back", "gpt2" if case == "gpt2_tiny" else "nanogpt")
+    assert not compare(source, back).count and not compare(ladder, source).count
+    if case == "gpt2_tiny":
+        assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_only_the_gpt2_rung_goes_back(goldens, tmp_path):
+    ladder = convert(goldens("gpt2_tiny/config.json").parent, tmp_path / "ladder", "ladder")
+    edit_config(ladder, lambda config: config.update(mixer="delta_net"))
+    with pytest.raises(ConfigError, match="mixer is 'delta_net'"):
+        convert(ladder, tmp_path / "out", "gpt2")
+    edit_config(ladder, lambda config: config.update(mixer=["softmax_attention"] * 2))
+    convert(ladder, tmp_path / "out", "gpt2")
+    edit_config(ladder, lambda config: config.update(num_hidden_layers=4))
+    with pytest.raises(CheckpointError, match="lacks model.layers.3.input_layernorm.bias"):
+        convert(ladder, tmp_path / "more", "gpt2")
 
 
 def test_hugging_face_round_trip(goldens, caplog):
