@@ -1,7 +1,6 @@
 """Entering tokenizer, image processor and processor into transformers' Auto classes."""
 
-from transformers import AutoTokenizer, PreTrainedConfig
-from transformers.models.auto import image_processing_auto, processing_auto, tokenization_auto
+from transformers import PreTrainedConfig
 
 from ..configuration import KimiK3Config
 from .image_processing_kimi_k3 import KimiK3VisionProcessor
@@ -26,12 +25,22 @@ def register_processing(take_over_kimi_linear: bool = True) -> None:
     insists on its generic backend (and, with trust_remote_code, on the repository's code). May be called again with
     the other value.
     """
-    AutoTokenizer.register(KimiTokenizerConfig, tokenizer_class=TikTokenTokenizer, exist_ok=True)
-    # The mappings themselves: the Auto class for images cannot be imported without PIL. One class serves both
-    # backends, because the release's pixels are PIL's.
+    # Imported here, so that this module is whole when one of these is being imported and calls back (see the package's
+    # registration); what is not there yet is registered by the call that follows when it is.
+    from transformers.models.auto import image_processing_auto, processing_auto, tokenization_auto
+
+    # One class serves both backends of images, because the release's pixels are PIL's. The mappings themselves, since
+    # the Auto class for images cannot be imported without PIL.
     backends = {"pil": KimiK3VisionProcessor, "torchvision": KimiK3VisionProcessor}
-    image_processing_auto.IMAGE_PROCESSOR_MAPPING.register(KimiK3Config, backends, exist_ok=True)
-    processing_auto.PROCESSOR_MAPPING.register(KimiK3Config, KimiK3Processor, exist_ok=True)
+    for module, name, entry in (
+        (image_processing_auto, "IMAGE_PROCESSOR_MAPPING", backends),
+        (processing_auto, "PROCESSOR_MAPPING", KimiK3Processor),
+    ):
+        if hasattr(module, name):
+            getattr(module, name).register(KimiK3Config, entry, exist_ok=True)
+    if not hasattr(tokenization_auto, "AutoTokenizer"):
+        return
+    tokenization_auto.AutoTokenizer.register(KimiTokenizerConfig, tokenizer_class=TikTokenTokenizer, exist_ok=True)
     names = tokenization_auto.TOKENIZER_MAPPING_NAMES
     if take_over_kimi_linear:
         native = names.pop("kimi_linear", None)
