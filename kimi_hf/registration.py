@@ -11,7 +11,7 @@ import sys
 
 from transformers.models.auto import configuration_auto
 
-from .configuration import KimiK3Config, KimiK3VisionConfig, KimiLinearConfig
+from .configuration import KimiK3Config, KimiK3VisionConfig, KimiLinearConfig, LadderConfig
 
 KEEP_NATIVE_VARIABLE = "KIMI_HF_KEEP_NATIVE_KIMI_LINEAR"
 _AUTO = "transformers.models.auto."
@@ -35,6 +35,7 @@ def register(take_over_kimi_linear: bool | None = None) -> None:
     auto_config = configuration_auto.AutoConfig
     auto_config.register("kimi_k3", KimiK3Config, exist_ok=True)
     auto_config.register("kimi_k3_vision", KimiK3VisionConfig, exist_ok=True)
+    auto_config.register("kimi_ladder", LadderConfig, exist_ok=True)
     if take_over_kimi_linear:
         auto_config.register("kimi_linear", KimiLinearConfig, exist_ok=True)
     else:
@@ -52,7 +53,7 @@ def _register_what_is_there() -> None:
     if not _state["models"] and _is_whole(_MODELS):
         _state["models"] = True
         _register_models()
-    if not _state["processing"] and any(map(_is_whole, _PROCESSING)):
+    if not _state["processing"] and any(map(_is_whole, _PROCESSING)) and not any(map(_is_half, _PROCESSING)):
         _state["processing"] = True
         _register_processing()
 
@@ -72,6 +73,7 @@ def _register_models() -> None:
     from .checkpoint.key_maps import register_key_maps
     from .modeling.modeling_kimi_k3 import KimiK3ForConditionalGeneration, KimiK3Model
     from .modeling.modeling_kimi_linear import KimiLinearForCausalLM, KimiLinearModel
+    from .modeling.modeling_ladder import LadderForCausalLM, LadderModel
     from .modeling.vision import KimiK3VisionModel
     from .quantization.registration import register_quantization
 
@@ -81,6 +83,8 @@ def _register_models() -> None:
     AutoModelForCausalLM.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
     AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
     AutoModel.register(KimiK3VisionConfig, KimiK3VisionModel, exist_ok=True)
+    AutoModel.register(LadderConfig, LadderModel, exist_ok=True)
+    AutoModelForCausalLM.register(LadderConfig, LadderForCausalLM, exist_ok=True)
     register_key_maps(_state["take_over"])
     register_quantization()
 
@@ -91,14 +95,14 @@ def _register_processing() -> None:
     register_processing(take_over_kimi_linear=_state["take_over"])
 
 
-class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _AfterImport(importlib.abc.MetaPathFinder):
     """Lets modules be found as usual, and asks again what can be registered when a watched one has run.
 
     Watched are transformers' auto modules, and our own: an import of ours may have been the reason to wait.
     """
 
     def __init__(self):
-        self.finding, self.loaders = set(), {}
+        self.finding = set()
 
     def find_spec(self, name, path=None, target=None):
         watched = name in (_MODELS, _LAYERS, *_PROCESSING) or name.startswith("kimi_hf.")
@@ -110,16 +114,23 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         finally:
             self.finding.remove(name)
         if spec is not None and spec.loader is not None:
-            self.loaders[name], spec.loader = spec.loader, self
+            spec.loader = _ThenRegister(spec.loader)
         return spec
 
-    def create_module(self, spec):
-        return self.loaders[spec.name].create_module(spec)
+
+class _ThenRegister:
+    """A module's own loader, followed by the question what can be registered now."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
 
     def exec_module(self, module) -> None:
         spec = module.__spec__
-        spec.loader = module.__loader__ = self.loaders.pop(spec.name)
-        spec.loader.exec_module(module)
+        spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
         # The import system still calls the module half imported; it has run, so it is whole.
         spec._initializing = False
         _register_what_is_there()

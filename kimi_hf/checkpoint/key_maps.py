@@ -109,13 +109,9 @@ def _text_config(config):
     return config.get_text_config()
 
 
-def text_rules() -> list[WeightTransform]:
-    """The rules of the text decoder, fresh for every registration (transformers writes into them).
-
-    The prefix rule lets a text class load out of a composite repository; it does nothing elsewhere.
-    """
+def expert_rules() -> list[WeightTransform]:
+    """The rules that stack experts, fresh for every registration (transformers writes into them)."""
     return [
-        PrefixChange(prefix_to_remove="language_model"),
         WeightConverter(
             ["block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"],
             "block_sparse_moe.experts.gate_up_proj",
@@ -124,21 +120,33 @@ def text_rules() -> list[WeightTransform]:
         WeightConverter(
             "block_sparse_moe.experts.*.w2.weight", "block_sparse_moe.experts.down_proj", [MergeModulelist(dim=0)]
         ),
+    ]
+
+
+def text_rules() -> list[WeightTransform]:
+    """The rules of the text decoder.
+
+    The prefix rule lets a text class load out of a composite repository; it does nothing elsewhere.
+    """
+    return [
+        PrefixChange(prefix_to_remove="language_model"),
+        *expert_rules(),
         WeightConverter("self_attn.A_log", "self_attn.A_log", [NarrowDecay()]),
     ]
 
 
-_TEXT = "kimi_linear"
+_TEXT, _LADDER = "kimi_linear", "kimi_ladder"
 _native: list[WeightTransform] | None = None
 
 
 def register_key_maps(take_over_kimi_linear: bool = True) -> None:
-    """Enter the rules of `kimi_linear` into transformers, or put the native ones back.
+    """Enter the rules of `kimi_ladder` and `kimi_linear` into transformers, or put the native ones of the latter back.
 
     transformers looks rules up by model type, which its native class shares with ours, so only one set can stand
     there; `own_key_maps` lends ours to a single call where the native class keeps its place.
     """
     global _native
+    conversion_mapping.register_checkpoint_conversion_mapping(_LADDER, expert_rules(), overwrite=True)
     if _native is None and _TEXT not in conversion_mapping.USER_REGISTERED_MAPPINGS:
         _native = conversion_mapping.get_checkpoint_conversion_mapping(_TEXT)
     if take_over_kimi_linear:
@@ -167,11 +175,19 @@ def fuse_released_names(state_dict: dict[str, Any], prefix: str, num_heads: int)
     Raises:
         CheckpointError: an expert whose w1, w3 or w2 is absent, or a decay parameter that does not fit.
     """
+    for name in [name for name in state_dict if name.startswith(prefix) and name.endswith(".A_log")]:
+        state_dict[name] = narrow_decay(state_dict[name], num_heads, name)
+    fuse_expert_names(state_dict, prefix)
+
+
+def fuse_expert_names(state_dict: dict[str, Any], prefix: str) -> None:
+    """The experts' part of `fuse_released_names`.
+
+    Raises:
+        CheckpointError: an expert whose w1, w3 or w2 is absent.
+    """
     experts: dict[tuple[str, str], dict[tuple[str, int], Tensor]] = {}
     for name in [name for name in state_dict if name.startswith(prefix)]:
-        if name.endswith(".A_log"):
-            state_dict[name] = narrow_decay(state_dict[name], num_heads, name)
-            continue
         found = _EXPERT.match(name)
         if found:
             group = experts.setdefault((found["stem"], found["kind"]), {})

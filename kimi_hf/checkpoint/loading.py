@@ -9,8 +9,8 @@ from ..errors import CheckpointError
 
 logger = logging.get_logger(__name__)
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
-_SHOWN = 8
+WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
+SHOWN = 8
 
 
 def check_before_loading(
@@ -28,7 +28,7 @@ def check_before_loading(
     Raises:
         CheckpointError: with tensor and file names.
     """
-    if variant or not any((folder / name).exists() for name in _WEIGHT_FILES):
+    if variant or not any((folder / name).exists() for name in WEIGHT_FILES):
         return
     from ..conversion.check import check_decay_tails, find_problems
     from ..conversion.shards import open_checkpoint
@@ -44,10 +44,10 @@ def check_before_loading(
         torn = [line for line in problems.missing if (found := _LAYER.search(line)) and found[1] in present]
         fatal = torn + problems.dtypes + ([] if allow_other_shapes else problems.shapes)
         if fatal:
-            more = [f"... and {len(fatal) - _SHOWN} more"] if len(fatal) > _SHOWN else []
+            more = [f"... and {len(fatal) - SHOWN} more"] if len(fatal) > SHOWN else []
             raise CheckpointError(
                 f"{folder} does not hold the model of its configuration:\n  "
-                + "\n  ".join(fatal[:_SHOWN] + more)
+                + "\n  ".join(fatal[:SHOWN] + more)
                 + "\nfetch the named shards again, or correct config.json"
             )
         check_decay_tails(checkpoint, config)
@@ -59,6 +59,12 @@ def _check_format(checkpoint, config) -> None:
     from ..conversion.geometry import as_dict, is_packed
 
     found = expert_layout(checkpoint)
+    block = getattr(config, "quantization_config", None)
+    if found == "fused_packed" and getattr(block, "dequantize", False):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds packed experts under fused names, which cannot be unpacked while loading; load them "
+            "packed and call kimi_hf.quantization.dequantize(model)"
+        )
     holds_experts = any(".experts." in name for name in checkpoint.entries)
     said = is_packed(as_dict(config))
     if holds_experts and said != ("packed" in found):

@@ -1,10 +1,13 @@
 """Configurations by name: the released models, and small ones of the same shape that a laptop can train."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigError
 from .configuration_kimi_k3 import KimiK3Config
 from .configuration_kimi_linear import KimiLinearConfig
+from .configuration_ladder import LadderConfig
 from .layer_plan import complement, default_full_attention_layers
 
 _TOKEN_IDS = {"bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839}
@@ -229,17 +232,20 @@ def _kimi_linear_small() -> KimiLinearConfig:
     )
 
 
-PRESETS = {
+Preset = KimiK3Config | KimiLinearConfig | LadderConfig
+_LADDER = ("gpt2", "linear-transformer", "delta-net", "gated-delta-net")
+PRESETS: dict[str, Callable[[], Preset]] = {
     "kimi-k3": _kimi_k3,
     "kimi-k3-small": _kimi_k3_small,
     "kimi-k3-tiny": _kimi_k3_tiny,
     "kimi-linear-48b-a3b": _kimi_linear_48b,
     "kimi-linear-small": _kimi_linear_small,
     "kimi-linear-tiny": _kimi_linear_tiny,
+    **{rung + size: partial(LadderConfig.rung, rung + size) for rung in _LADDER for size in ("", "-small", "-tiny")},
 }
 
 
-def preset(name: str) -> KimiK3Config | KimiLinearConfig:
+def preset(name: str) -> Preset:
     """A fresh configuration by name.
 
     Args:

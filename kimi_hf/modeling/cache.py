@@ -150,9 +150,10 @@ class GrowingLayer(DynamicLayer):
 
 
 class DeltaStateLayer(LinearAttentionLayer):
-    """The memory of a delta-rule mixer: a recurrent state and a convolution window, both of constant size.
+    """The memory of a recurrent mixer: a state and, where it has convolutions, their window, both of constant size.
 
-    `recurrent_states[0]` (B, H, K, V) fp32, `conv_states[0]` (B, C, W) raw convolution inputs, oldest first.
+    `recurrent_states[0]` (B, H, K, V) fp32 (linear attention: (B, H, K, V + 1), its normaliser being the last column),
+    `conv_states[0]` (B, C, W) raw convolution inputs, oldest first, or None.
 
     After `activate_past_recording` the two stand at a point up to `ROLLBACK_TOKENS` tokens back, and the inputs since
     then are kept: taking tokens back drops their inputs, and the next forward runs over those that remain. That is
@@ -205,12 +206,13 @@ class DeltaStateLayer(LinearAttentionLayer):
             return None, None
         return self.conv_states[0], self.recurrent_states[0]
 
-    def _keep(self, window: Tensor, state: Tensor) -> None:
+    def _keep(self, window: Tensor | None, state: Tensor) -> None:
         self.conv_states[0], self.recurrent_states[0] = window, state
-        self.conv_kernel_size[0] = window.shape[-1]
-        self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = True
-        self.has_previous_state[0] = True
-        self.dtype, self.device = window.dtype, window.device
+        self.is_conv_states_initialized[0] = window is not None
+        self.is_recurrent_states_initialized[0] = self.has_previous_state[0] = True
+        self.dtype, self.device = state.dtype, state.device
+        if window is not None:
+            self.conv_kernel_size[0], self.dtype = window.shape[-1], window.dtype
 
     @property
     def is_croppable(self) -> bool:
@@ -241,8 +243,9 @@ class DeltaStateLayer(LinearAttentionLayer):
         self.has_previous_state[0] = False
 
     def _map(self, function) -> None:
-        if self.is_recurrent_states_initialized[0]:
+        if self.is_conv_states_initialized[0]:
             self.conv_states[0] = function(self.conv_states[0])
+        if self.is_recurrent_states_initialized[0]:
             self.recurrent_states[0] = function(self.recurrent_states[0])
         if self.log is not None:
             self.log = self.log.map(function)
@@ -267,7 +270,9 @@ class DeltaStateLayer(LinearAttentionLayer):
         """The tensors that make up this layer's memory."""
         tensors = {}
         if self.is_recurrent_states_initialized[0]:
-            tensors = {"window": self.conv_states[0], "state": self.recurrent_states[0]}
+            tensors["state"] = self.recurrent_states[0]
+        if self.is_conv_states_initialized[0]:
+            tensors["window"] = self.conv_states[0]
         if self.log is not None:
             tensors.update({f"log.{i}": x for i, x in enumerate(self.log.parts)})
             if self.log.real is not None:
@@ -277,7 +282,7 @@ class DeltaStateLayer(LinearAttentionLayer):
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take over tensors that `stored` gave."""
         if "state" in tensors:
-            self._keep(tensors["window"], tensors["state"])
+            self._keep(tensors.get("window"), tensors["state"])
         parts = tuple(tensors[name] for name in sorted(tensors) if name.startswith("log.") and name != "log.real")
         if parts:
             self.log, self.record_past, self.settled = TokenInputs(parts, tensors.get("log.real")), True, True
@@ -302,8 +307,10 @@ class _PlainRecurrentLayer:
         o, window, state = advance(inputs, window, state, layout, keep=True)
         if not known:
             layer.lazy_initialization(conv_states=window, recurrent_states=state)
+            layer.device = state.device
         # Copied into place: a static layer's addresses must not change.
-        layer.conv_states[0].copy_(window)
+        if window is not None:
+            layer.conv_states[0].copy_(window)
         layer.recurrent_states[0].copy_(state)
         layer.has_previous_state[0] = True
         return o

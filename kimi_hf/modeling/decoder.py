@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .residual import BlockAttnRes, Stream, SumResidual
+from .residual import Residual, Stream
 from .sequence import MaskInfo
 
 
@@ -16,6 +16,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         feed_forward_name: the released module name, "mlp" or "block_sparse_moe".
         norms: the input and the post-attention norm.
         residual: how the stream is read; see `residual.py`.
+        dropout: probability of dropping an entry of a sub-layer's output.
     """
 
     def __init__(
@@ -24,7 +25,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         feed_forward: nn.Module,
         feed_forward_name: str,
         norms: tuple[nn.Module, nn.Module],
-        residual: SumResidual | BlockAttnRes,
+        residual: Residual,
+        dropout: float = 0.0,
     ):
         super().__init__()
         self.self_attn = mixer
@@ -33,6 +35,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm, self.post_attention_layernorm = norms
         self.residual = residual
         residual.build(self)
+        self.dropout = nn.Dropout(dropout)
 
     @property
     def feed_forward(self) -> nn.Module:
@@ -51,7 +54,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         """
         hidden, stream = self.residual.read_mixer(self, Stream(prefix, bank))
         mixed, _ = self.self_attn(self.input_layernorm(hidden), mask_info, past_key_values, **kwargs)
-        stream = stream.write(mixed)
-        hidden = self.residual.read_feed_forward(self, stream)
-        stream = stream.write(self.feed_forward(self.post_attention_layernorm(hidden)))
+        stream = stream.write(self.dropout(mixed))
+        hidden, stream = self.residual.read_feed_forward(self, stream)
+        stream = stream.write(self.dropout(self.feed_forward(self.post_attention_layernorm(hidden))))
         return (stream.prefix, *stream.bank)

@@ -1,4 +1,4 @@
-"""Gated feed-forwards: SiLU-GLU of Kimi-Linear and SiTU-GLU of Kimi K3."""
+"""Dense feed-forwards: the GELU MLP of GPT-2, SiLU-GLU of Kimi-Linear and SiTU-GLU of Kimi K3."""
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -51,3 +51,23 @@ class KimiMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
         return self.down_proj(self.act(self.gate_proj(x), self.up_proj(x)))
+
+
+class GeluMLP(nn.Module):
+    """y = down(gelu(up(x))). Source: GPT-2 (its gelu is the tanh form).
+
+    Args:
+        hidden_size: D. intermediate_size: F.
+        activation: "gelu_new" (tanh) or "gelu" (exact).
+        bias: of both projections.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str, bias: bool):
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.act = nn.GELU(approximate="tanh" if activation == "gelu_new" else "none")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        return self.down_proj(self.act(self.up_proj(x)))

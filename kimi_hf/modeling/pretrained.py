@@ -41,21 +41,26 @@ class KimiPreTrainedMixin:
             ConfigError: a configuration that contradicts itself.
         """
         source = pretrained_model_name_or_path
-        if kwargs.get("quantization_config", source) is None:
-            del kwargs["quantization_config"]
+        if kwargs.get("quantization_config") is None:
+            kwargs.pop("quantization_config", None)
         if hasattr(kwargs.get("config"), "restore_quantization"):
             kwargs["config"].restore_quantization()
         if source is not None and kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
             config = kwargs.get("config") or cls.config_class
-            check_before_loading(
+            cls._check_checkpoint(
                 Path(source, kwargs.get("subfolder") or ""),
                 config,
-                vision=None if cls._has_vision else False,
                 variant=kwargs.get("variant"),
                 allow_other_shapes=bool(kwargs.get("ignore_mismatched_sizes")),
             )
         with own_key_maps():
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _check_checkpoint(cls, folder: Path, config, *, variant: str | None, allow_other_shapes: bool) -> None:
+        """Raise `CheckpointError` if the files in `folder` cannot be the model of `config` (an instance, or its class)."""
+        vision = None if cls._has_vision else False
+        check_before_loading(folder, config, vision=vision, variant=variant, allow_other_shapes=allow_other_shapes)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
         """Write the released names, shapes and dtypes, and the config in the released schema.

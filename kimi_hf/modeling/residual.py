@@ -1,4 +1,5 @@
-"""Residual streams: what is carried along depth. A plain sum, or attention over the blocks below (Block AttnRes).
+"""Residual streams: what is carried along depth. A plain sum, or attention over what lies below: over sealed blocks of
+layers (Block AttnRes), or over every single sub-layer's output (Full AttnRes).
 
 A stream is the running sum of the open block, `prefix` (B, T, D) or None right after a block was sealed, and a `bank`:
 empty, or one fp32 tensor (M, B, T) with the inverse RMS of the M sealed blocks, followed by the blocks themselves, each
@@ -74,8 +75,8 @@ class SumResidual(nn.Module):
     def read_mixer(self, layer: nn.Module, stream: Stream) -> tuple[Tensor, Stream]:
         return stream.prefix, stream
 
-    def read_feed_forward(self, layer: nn.Module, stream: Stream) -> Tensor:
-        return stream.prefix
+    def read_feed_forward(self, layer: nn.Module, stream: Stream) -> tuple[Tensor, Stream]:
+        return stream.prefix, stream
 
     def build_output(self, model: nn.Module) -> None:
         """A sum has no parameters."""
@@ -116,8 +117,8 @@ class BlockAttnRes(nn.Module):
         hidden = layer.self_attention_res_proj(layer.self_attention_res_norm(), stream)
         return hidden, stream.seal(self.eps) if self.seals else stream
 
-    def read_feed_forward(self, layer: nn.Module, stream: Stream) -> Tensor:
-        return layer.mlp_res_proj(layer.mlp_res_norm(), stream)
+    def read_feed_forward(self, layer: nn.Module, stream: Stream) -> tuple[Tensor, Stream]:
+        return layer.mlp_res_proj(layer.mlp_res_norm(), stream), stream
 
     def build_output(self, model: nn.Module) -> None:
         """Give the model the query that reads all blocks before the final norm."""
@@ -126,3 +127,25 @@ class BlockAttnRes(nn.Module):
 
     def read_output(self, model: nn.Module, stream: Stream) -> Tensor:
         return model.output_attn_res_proj(model.output_attn_res_norm(), stream)
+
+
+class FullAttnRes(BlockAttnRes):
+    """Full attention residuals: every sub-layer's output is a source of its own, and so is the embedding.
+
+    A block of one sub-layer: what was written last is read as the open block, then sealed.
+
+    Args:
+        hidden_size: D.
+        eps: of the depth norms.
+        layer_idx: 0-based.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, layer_idx: int):
+        super().__init__(hidden_size, eps, layer_idx, block_size=1)
+
+    def read_feed_forward(self, layer: nn.Module, stream: Stream) -> tuple[Tensor, Stream]:
+        hidden, stream = super().read_feed_forward(layer, stream)
+        return hidden, stream.seal(self.eps)
+
+
+Residual = SumResidual | BlockAttnRes

@@ -100,6 +100,13 @@ class PackedDocuments:
         """Nothing to close: padding was left out by `pack`."""
         return logits
 
+    def positions(self) -> Tensor:
+        """(B, T): how far each token is into its document; 0 at padding."""
+        bounds = self.cu_seqlens.long()
+        tokens = torch.arange(int(bounds[-1]), device=bounds.device)
+        inside = tokens - torch.repeat_interleave(bounds[:-1], bounds.diff())
+        return self.unpack(inside[None, :, None])[..., 0]
+
 
 SequenceLayout = PaddedRows | PackedDocuments
 
@@ -112,11 +119,13 @@ class MaskInfo:
         attention: the mask for softmax mixers, in the form the chosen attention implementation takes (or None).
         layout: how recurrent mixers lay out their inputs; None when every row is one sequence without padding.
         flash_kwargs: cumulative lengths for flash attention on packed documents.
+        real: (B, S) bool or integers, which tokens are real, cached ones included; None when all are, or nobody knows.
     """
 
     attention: Any = None
     layout: SequenceLayout | None = None
     flash_kwargs: dict[str, Any] | None = None
+    real: Tensor | None = None
 
 
 def build_mask_info(
@@ -154,9 +163,9 @@ def build_mask_info(
                 "several sequences. Pass use_cache=False and no past_key_values, or one document per row"
             )
         return _packed_mask_info(config, inputs_embeds, attention_mask, starts)
-    layout = None
+    layout = real = None
     if attention_mask is not None and attention_mask.ndim == 2:
-        layout = padded_layout(attention_mask, length)
+        layout, real = padded_layout(attention_mask, length), attention_mask
     attention = None
     if "full_attention" in config.layer_types:
         attention = create_causal_mask(
@@ -165,11 +174,32 @@ def build_mask_info(
             attention_mask=attention_mask,
             past_key_values=past_key_values,
         )
-    return MaskInfo(attention, layout)
+    return MaskInfo(attention, layout, real=real)
 
 
 def _cached_length(cache) -> int | Tensor:
-    return 0 if cache is None else cache.get_seq_length()
+    if cache is None:
+        return 0
+    try:
+        return cache.get_seq_length()
+    except ValueError as error:
+        raise CacheError(
+            f"this {type(cache).__name__} cannot say how many tokens it holds, because the model has recurrent layers only. "
+            "Pass past_key_values=kimi_hf.KimiCache(model.config), or none at all"
+        ) from error
+
+
+def token_positions(
+    mask_info: MaskInfo, position_ids: Tensor | None, past_key_values, length: int, device: torch.device
+) -> Tensor:
+    """The position of every present token, (B, T) or (1, T): as given, or counted over real tokens of its document."""
+    if position_ids is not None:
+        return position_ids
+    if isinstance(mask_info.layout, PackedDocuments):
+        return mask_info.layout.positions()
+    if mask_info.real is not None:
+        return (mask_info.real.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+    return (_cached_length(past_key_values) + torch.arange(length, device=device))[None]
 
 
 def _full_mask(mask: Tensor | None, cache, past: int | Tensor, batch: int, length: int) -> Tensor | None:
