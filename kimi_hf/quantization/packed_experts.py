@@ -2,7 +2,10 @@
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 
+from ..checkpoint.key_maps import own_key_maps
 from ..modeling.moe import KimiExperts
 from ..ops.mxfp4 import GROUP, pack, packed_matmul, unpack
 
@@ -65,7 +68,7 @@ def quantize(model: nn.Module) -> nn.Module:
     from .configuration import KimiMxfp4Config
 
     text = model.config.get_text_config()
-    for name, experts in _modules_of(model, KimiExperts):
+    for name, experts in modules_of(model, KimiExperts):
         packed = KimiPackedExperts.shaped_like(experts, text)
         for which in ("gate_up_proj", "down_proj"):
             for expert, weight in enumerate(getattr(experts, which).detach()):
@@ -74,6 +77,7 @@ def quantize(model: nn.Module) -> nn.Module:
                 getattr(packed, f"{which}_scale").data[expert] = scale
         model.set_submodule(name, packed)
     model.config.quantization_config = KimiMxfp4Config()
+    remember_rules(model)
     return model
 
 
@@ -81,7 +85,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Unpack the routed experts of a model in place, to `dtype` (the model's own by default)."""
     text = model.config.get_text_config()
     dtype = dtype or model.dtype
-    for name, packed in _modules_of(model, KimiPackedExperts):
+    for name, packed in modules_of(model, KimiPackedExperts):
         device = packed.gate_up_proj_packed.device
         with torch.device("meta"):
             experts = KimiExperts(text)
@@ -94,8 +98,26 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         model.set_submodule(name, experts)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    remember_rules(model)
     return model
 
 
-def _modules_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, nn.Module]]:
+def remember_rules(model: nn.Module) -> None:
+    """Note on the model how it is saved from here on: per expert, packed or plain as its modules are now.
+
+    Prefixes are added on saving only where loading met them, so those rules are kept from the load.
+    """
+    from .configuration import KimiMxfp4Config
+    from .quantizer import KimiMxfp4Quantizer
+
+    used = [rule for rule in getattr(model, "_weight_conversions", None) or [] if isinstance(rule, PrefixChange)]
+    with own_key_maps():
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+    rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
+    if modules_of(model, KimiPackedExperts):
+        rules = KimiMxfp4Quantizer(KimiMxfp4Config()).update_weight_conversions(rules, model)
+    model._weight_conversions = used + rules
+
+
+def modules_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]

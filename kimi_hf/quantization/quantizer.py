@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange, WeightTransform
+from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from ..errors import CheckpointError, ConfigError
 from ..modeling.moe import KimiExperts
 from ..ops.mxfp4 import check_scale, unpack
-from .packed_experts import KimiPackedExperts, _modules_of, dequantize
+from .packed_experts import KimiPackedExperts, dequantize, modules_of, remember_rules
 
 
 class UnpackExperts(ConversionOps):
@@ -51,14 +50,14 @@ class KimiMxfp4Quantizer(HfQuantizer):
             )
         if self.quantization_config.dequantize:
             return
-        for name, experts in _modules_of(model, KimiExperts):
+        for name, experts in modules_of(model, KimiExperts):
             model.set_submodule(name, KimiPackedExperts.shaped_like(experts, model.config.get_text_config()))
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.quantization_config.dequantize:
-            model._weight_conversions = _plain_rules(model)
+            remember_rules(model)
             return model
-        for name, packed in _modules_of(model, KimiPackedExperts):
+        for name, packed in modules_of(model, KimiPackedExperts):
             for which in ("gate_up_proj_scale", "down_proj_scale"):
                 scale: Tensor = getattr(packed, which)
                 if not scale.is_meta:
@@ -78,10 +77,3 @@ class KimiMxfp4Quantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def _plain_rules(model) -> list[WeightTransform]:
-    """The rules that save plain experts, since unpacking has no way back; prefixes only where loading met them."""
-    used = [rule for rule in getattr(model, "_weight_conversions", []) if isinstance(rule, PrefixChange)]
-    rules = get_model_conversion_mapping(model, add_legacy=False)
-    return used + [rule for rule in rules if not isinstance(rule, PrefixChange)]
