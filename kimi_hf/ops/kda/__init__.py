@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kimi_hf.errors import ShapeError
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 from kimi_hf.ops.kda.gate import kda_log_decay, l2_normalize
@@ -16,6 +16,7 @@ OPERATION = Operation(
     "kda",
     Backend("reference", "kimi_hf.ops.kda.reference", "kda_reference"),
     Backend("eager", "kimi_hf.ops.kda.eager", "kda_eager"),
+    Backend("triton", "kimi_hf.ops.kda.kernels", "kda_triton", kernel_limits.heads),
 )
 
 

@@ -5,8 +5,10 @@ decay. The pairs of a chunk are split by halving: on the level with half-segment
 half and j in the first half of one segment of 2 * half tokens. With r the last token of the first half,
 exp(b_i - b_j) = exp(b_i - b_r) exp(b_r - b_j), both factors at most 1, and for token n of the segment the factor is
 exp(-|b_n - b_r|) whichever half it lies in: one scaled tile E * k and one product of it with itself per level, masked.
-Nothing overflows for any decay. log2(C) levels reach every pair; where the decay of one step is bounded (>= -5) the
-last four are replaced by one product inside segments of 16 tokens relative to their middle, with exponents within 40.
+Nothing overflows for any decay. log2(C) levels reach every pair. For bf16 activations and a gate bounded by -5 the last four
+levels are replaced by one product inside segments of 16 tokens relative to their first: exponents stay within 75, inside
+the range of bf16 and fp32. (fp32 operands keep the levels: three tf32 products would lose the low part of e^-75.)
+Every anchor lies before the rows it scales, so an output never depends on later tokens, not even in its last bit.
 
 Log decays are held in base 2 (`b` below), so that exp is one instruction.
 """
@@ -18,11 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_hf.ops.kernels_common import _Remembered
+from kimi_hf.ops.kernels_common import _Remembered, wide
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MIDDLE = tl.constexpr(16)  # segment length of the bounded gate's middle scheme
-BOUND_OF_MIDDLE = -5.0
+SEGMENT = tl.constexpr(16)  # tokens whose decays one product may span when the gate is bounded
+SEGMENT_BOUND = -5.0
+SEGMENT_DTYPES = (torch.bfloat16,)
 
 
 class ChunkTables:
@@ -49,9 +52,10 @@ chunk_tables = _Remembered(ChunkTables)
 
 @triton.jit
 def place(chunk, row_tokens, cu_ptr, owner_ptr, offset_ptr, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token and end of the sequence of `chunk`, as positions in the line of all tokens (int64).
+    """First token of `chunk` in the line of all tokens (int64) and how many it has (int32).
 
-    start >= end for the unused chunks of a packed row.
+    The count is 0 for the unused chunks of a packed row. Inside a chunk offsets fit into 32 bits, so kernels add them
+    to pointers moved to the chunk's first token.
     """
     if PACKED:
         n = tl.load(owner_ptr + chunk)
@@ -62,7 +66,7 @@ def place(chunk, row_tokens, cu_ptr, owner_ptr, offset_ptr, C: tl.constexpr, PAC
         n = (chunk // row_chunks).to(tl.int64)
         start = n * row_tokens + (chunk % row_chunks) * C
         end = (n + 1) * row_tokens
-    return start, end
+    return start, tl.minimum(tl.maximum(end - start, 0), C).to(tl.int32)
 
 
 @triton.jit
@@ -74,6 +78,16 @@ def chunks_of(n, row_tokens, offset_ptr, C: tl.constexpr, PACKED: tl.constexpr):
         row_chunks = tl.cdiv(row_tokens, C)
         first, last = n * row_chunks, (n + 1) * row_chunks
     return first, last
+
+
+@triton.jit
+def sequence_of(n, row_tokens, cu_ptr, PACKED: tl.constexpr):
+    """First token of sequence n in the line of all tokens and the token after its last (int64)."""
+    if PACKED:
+        begin, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
+    else:
+        begin, end = wide(n) * row_tokens, (wide(n) + 1) * row_tokens
+    return begin, end
 
 
 @triton.jit
@@ -108,28 +122,59 @@ def load_inverse(ptr, row, live, scale, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def level_mask(i, j, half: tl.constexpr):
-    """[C, C] pairs of the level: one segment of 2 * half tokens, i in its second half, j in its first."""
-    return (i // (2 * half) == j // (2 * half)) & (i // half % 2 == 1) & (j // half % 2 == 0)
+def level_mask(i, j, shift):
+    """[C, C] pairs of the level with half-segments of 2^shift: i in the second half of a segment, j in its first."""
+    return (i >> (shift + 1) == j >> (shift + 1)) & ((i >> shift) % 2 == 1) & ((j >> shift) % 2 == 0)
 
 
 @triton.jit
-def level_factor(b, b_ptr, i, live, start, end, at, stride, columns, half: tl.constexpr):
-    """E [C, BK] of a level: exp2(-|b_n - b_r|), r the last token of the first half of n's segment (or the last token)."""
-    r = tl.minimum(start + (i // (2 * half)) * (2 * half) + half - 1, end - 1)
-    anchor = tl.load(b_ptr + r[:, None] * stride + at, mask=live[:, None] & columns, other=0.0)
+def level_factor(b, b_ptr, n, count, col, inside, shift, H: tl.constexpr, K: tl.constexpr):
+    """E [C, BK] of a level: exp2(-|b_n - b_r|), r the last token of the first half of n's segment (or the last token).
+
+    b_ptr points to the chunk's first token and head; n [C], col [1, BK].
+    """
+    r = tl.minimum(((n >> (shift + 1)) << (shift + 1)) + (1 << shift) - 1, count - 1)
+    anchor = tl.load(b_ptr + r[:, None] * (H * K) + col, mask=inside, other=0.0)
     return tl.exp2(-tl.abs(b - anchor))
 
 
 @triton.jit
-def middle_exponent(b, b_ptr, i, live, start, end, at, stride, columns):
-    """b_n - b_m [C, BK], m the middle token of n's segment of 16 (or the last token); 0 for tokens past the end."""
-    m = tl.minimum(start + (i // MIDDLE) * MIDDLE + MIDDLE // 2 - 1, end - 1)
-    anchor = tl.load(b_ptr + m[:, None] * stride + at, mask=live[:, None] & columns, other=0.0)
-    return tl.where(live[:, None], b - anchor, 0.0)
+def segment_exponent(b, b_ptr, n, col, inside, H: tl.constexpr, K: tl.constexpr):
+    """b_n - b_s [C, BK], s the first token of n's segment of 16; 0 where masked."""
+    s = (n // SEGMENT) * SEGMENT
+    anchor = tl.load(b_ptr + s[:, None] * (H * K) + col, mask=inside, other=0.0)
+    return tl.where(inside, b - anchor, 0.0)
 
 
 @triton.jit
 def multiply(a, b, DT: tl.constexpr, PRECISION: tl.constexpr):
     """a @ b with operands of type DT and fp32 sums; fp32 operands by the named precision."""
     return tl.dot(a.to(DT), b.to(DT), input_precision=PRECISION)
+
+
+@triton.jit
+def invert_unit_lower(A, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 for A [C, C] fp32, strictly lower triangular, C = 16 * 2^n.
+
+    The diagonal blocks of 16 by forward substitution in fp32, all at once, row by row; then pairs of inverted blocks
+    are joined, M <- M - M L M with L the part of A below the diagonal that a pair of them encloses, until one is left.
+    """
+    BLOCKS: tl.constexpr = C // 16
+    I = tl.arange(0, BLOCKS)[:, None, None, None]
+    J = tl.arange(0, BLOCKS)[None, None, :, None]
+    D = -tl.sum(tl.where(I == J, tl.reshape(A, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)  # [BLOCKS, 16, 16]
+    r = tl.arange(0, 16)[None, :, None]
+    S = D
+    for x in range(2, 16):
+        rows = tl.sum(tl.where(r == x, D, 0.0), 1)  # row x of every block
+        rows += tl.sum(rows[:, :, None] * S, 1)
+        S = tl.where(r == x, rows[:, None, :], S)
+    S += tl.where(r == tl.arange(0, 16)[None, None, :], 1.0, 0.0)
+    M = tl.reshape(tl.where(I == J, S[:, :, None, :], 0.0), [C, C])
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    for doubling in tl.static_range(4, 8):
+        if (1 << doubling) < C:
+            L = tl.where(level_mask(i, j, doubling), A, 0.0)
+            ML = tl.dot(M, L, input_precision=PRECISION)
+            M -= tl.dot(ML, M, input_precision=PRECISION)
+    return M

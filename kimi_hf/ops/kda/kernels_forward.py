@@ -20,18 +20,21 @@ import triton.language as tl
 from torch import Tensor
 
 from kimi_hf.ops.kda.kernels_common import (
-    BOUND_OF_MIDDLE,
     LOG2E,
-    MIDDLE,
+    SEGMENT,
+    SEGMENT_BOUND,
+    SEGMENT_DTYPES,
     chunk_tables,
     chunks_of,
+    invert_unit_lower,
     level_factor,
     level_mask,
     load_feature,
     load_inverse,
-    middle_exponent,
+    segment_exponent,
     multiply,
     place,
+    sequence_of,
 )
 from kimi_hf.ops.kernels_common import (
     Config,
@@ -48,9 +51,8 @@ from kimi_hf.ops.kernels_common import (
 CHUNK = 64
 PREPARE = (Config("k64_w4", {"BK": 64}, num_warps=4, num_stages=1),)
 INTRA = (
+    Config("k32v64_w8", {"BK": 32, "BV": 64}, num_warps=8, num_stages=1),
     Config("k64v64_w8", {"BK": 64, "BV": 64}, num_warps=8, num_stages=1),
-    Config("k32v64_w4", {"BK": 32, "BV": 64}, num_warps=4, num_stages=1),
-    Config("k64v64_w4", {"BK": 64, "BV": 64}, num_warps=4, num_stages=1),
 )
 STATE = (
     Config("v32_w4", {"BV": 32}, num_warps=4, num_stages=2),
@@ -92,16 +94,14 @@ class Sizes:
         tables = None if cu is None else chunk_tables(cu, self.tokens, chunk)
         self.chunks = self.B * cdiv(self.T, chunk) if tables is None else tables.limit
         self.BK_ALL = max(16, next_power_of_2(self.K))
-        middle = (
-            rule.gate == "bounded"
-            and lower_bound >= BOUND_OF_MIDDLE
-            and q.dtype != torch.float16
-            and chunk >= MIDDLE.value
-        )
-        self.levels = chunk.bit_length() - 1 - (MIDDLE.value.bit_length() - 1 if middle else 0)
-        self.middle = middle
+        by_segment = rule.gate == "bounded" and lower_bound >= SEGMENT_BOUND and q.dtype in SEGMENT_DTYPES
+        self.lowest = SEGMENT.value.bit_length() - 1 if by_segment else 0  # log2 of the segments the levels leave
+        self.levels = chunk.bit_length() - 1 - self.lowest
         self.key = f"{q.dtype}/K{self.BK_ALL}V{next_power_of_2(self.V)}"
         self.precision, self.dt = fp32_precision(q.device), dot_dtype(q.dtype)
+        # Scores of 16-bit q and k are good to 2^-9 at best, and the inverse is rounded to 16 bits after: one tf32
+        # product, good to 2^-11, costs no accuracy there. fp32 keeps the exact one.
+        self.solve = self.precision if q.dtype == torch.float32 else self.precision.removesuffix("x3")
         self.where = {"row_tokens": self.T, "cu_ptr": cu, "offset_ptr": None if cu is None else tables.offset}
         self.owner = {"owner_ptr": None if cu is None else tables.owner}
         self.place = {"H": self.H, "C": chunk, "PACKED": cu is not None}
@@ -119,39 +119,39 @@ def chunk_prepare_kernel(
     FEATURE: tl.constexpr, DECAY: tl.constexpr, GATE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % H
-    start, end = place(tl.program_id(0) // H, row_tokens, cu_ptr, owner_ptr, offset_ptr, C, PACKED)
-    if start >= end:
+    start, count = place(tl.program_id(0) // H, row_tokens, cu_ptr, owner_ptr, offset_ptr, C, PACKED)
+    if count == 0:
         return
-    t = start + tl.arange(0, C)
-    live = t < end
-    row = t * H + h
+    n = tl.arange(0, C)
+    live = n < count
+    base = start * H + h  # of [tokens, H]
     if DECAY == "head":
-        g = tl.load(g_ptr + row, mask=live, other=0.0).to(tl.float32)
-        tl.store(b_ptr + row, tl.cumsum(g * LOG2E, 0), mask=live)
+        g = tl.load(g_ptr + base + n * H, mask=live, other=0.0).to(tl.float32)
+        tl.store(b_ptr + base + n * H, tl.cumsum(g * LOG2E, 0), mask=live)
     q_squares = tl.zeros([C], tl.float32)
     k_squares = tl.zeros([C], tl.float32)
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
         inside = live[:, None] & (col < K)[None, :]
-        at = row[:, None] * K + col[None, :]
+        at = n[:, None] * (H * K) + col[None, :]
         if FEATURE == "l2":
-            q = tl.load(q_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            q = tl.load(q_ptr + base * K + at, mask=inside, other=0.0).to(tl.float32)
+            k = tl.load(k_ptr + base * K + at, mask=inside, other=0.0).to(tl.float32)
             q_squares += tl.sum(q * q, 1)
             k_squares += tl.sum(k * k, 1)
         if DECAY == "channel":
             bias = tl.load(bias_ptr + h * K + col, mask=col < K, other=0.0).to(tl.float32)
             A = tl.exp(tl.load(A_ptr + h).to(tl.float32))
-            y = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+            y = tl.load(g_ptr + base * K + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
             if GATE == "softplus":
                 g = -A * softplus(y)
             else:
                 g = lower_bound * tl.sigmoid(A * y)
             g = tl.where(inside, g, 0.0)
-            tl.store(b_ptr + at, tl.cumsum(g * LOG2E, 0), mask=inside)
+            tl.store(b_ptr + base * K + at, tl.cumsum(g * LOG2E, 0), mask=inside)
     if FEATURE == "l2":
-        tl.store(q_inverse_ptr + row, 1.0 / tl.sqrt(q_squares + 1e-6), mask=live)
-        tl.store(k_inverse_ptr + row, 1.0 / tl.sqrt(k_squares + 1e-6), mask=live)
+        tl.store(q_inverse_ptr + base + n * H, 1.0 / tl.sqrt(q_squares + 1e-6), mask=live)
+        tl.store(k_inverse_ptr + base + n * H, 1.0 / tl.sqrt(k_squares + 1e-6), mask=live)
 
 
 @triton.jit(do_not_specialize=["row_tokens"])
@@ -161,139 +161,135 @@ def chunk_intra_kernel(
     row_tokens, cu_ptr, owner_ptr, offset_ptr,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     FEATURE: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, SIGMOID_BETA: tl.constexpr,
-    LEVELS: tl.constexpr, USE_MIDDLE: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, LOWEST: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % H
-    start, end = place(tl.program_id(0) // H, row_tokens, cu_ptr, owner_ptr, offset_ptr, C, PACKED)
-    if start >= end:
+    start, count = place(tl.program_id(0) // H, row_tokens, cu_ptr, owner_ptr, offset_ptr, C, PACKED)
+    if count == 0:
         return
     n = tl.arange(0, C)
-    t = start + n
-    live = t < end
+    live = n < count
     i, j = n[:, None], n[None, :]
-    row = t * H + h
-    q_inverse = load_inverse(q_inverse_ptr, row, live, scale, FEATURE)
-    k_inverse = load_inverse(k_inverse_ptr, row, live, 1.0, FEATURE)
+    base = start * H + h  # of [tokens, H]
+    q_ptr += base * K
+    k_ptr += base * K
+    q_inverse = load_inverse(q_inverse_ptr, base + n * H, live, scale, FEATURE)
+    k_inverse = load_inverse(k_inverse_ptr, base + n * H, live, 1.0, FEATURE)
     A = tl.zeros([C, C], tl.float32)  # scores of k with k, strictly below the diagonal
     P = tl.zeros([C, C], tl.float32)  # scores of q with k, with the diagonal
 
     if DECAY == "channel":
-        # The last pass is the middle scheme, or the diagonal of P, whose factor is 1.
-        for level in tl.static_range(LEVELS + 1):
+        b_ptr += base * K
+        for level in range(LEVELS):
+            shift = LEVELS - 1 - level + LOWEST
             k_scores = tl.zeros([C, C], tl.float32)
             q_scores = tl.zeros([C, C], tl.float32)
             for first in range(0, K, BK):
                 col = (first + tl.arange(0, BK))[None, :]
                 inside = live[:, None] & (col < K)
-                at = row[:, None] * K + col
-                q = load_feature(q_ptr, at, inside, q_inverse, FEATURE)  # [C, BK]
-                k = load_feature(k_ptr, at, inside, k_inverse, FEATURE)
-                if level < LEVELS:
-                    b = tl.load(b_ptr + at, mask=inside, other=0.0)
-                    E = level_factor(b, b_ptr, n, live, start, end, h * K + col, H * K, col < K, C >> (level + 1))
-                    k = (k * E).to(DT)
-                    q_scores += multiply(q * E, tl.trans(k), DT, PRECISION)
-                    if DELTA:
-                        k_scores += multiply(k, tl.trans(k), DT, PRECISION)
-                elif USE_MIDDLE:
-                    b = tl.load(b_ptr + at, mask=inside, other=0.0)
-                    x = middle_exponent(b, b_ptr, n, live, start, end, h * K + col, H * K, col < K)
-                    right = tl.trans((k * tl.exp2(-x)).to(DT))
-                    left = tl.exp2(x)
-                    q_scores += multiply(q * left, right, DT, PRECISION)
-                    if DELTA:
-                        k_scores += multiply(k * left, right, DT, PRECISION)
-                else:
-                    q_scores += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
-            if level < LEVELS:
-                pairs = level_mask(i, j, C >> (level + 1))
-                A += tl.where(pairs, k_scores, 0.0)
-                P += tl.where(pairs, q_scores, 0.0)
-            elif USE_MIDDLE:
-                pairs = (i // MIDDLE == j // MIDDLE) & (i >= j)
-                A += tl.where(pairs & (i > j), k_scores, 0.0)
-                P += tl.where(pairs, q_scores, 0.0)
+                at = i * (H * K) + col
+                b = tl.load(b_ptr + at, mask=inside, other=0.0)
+                E = level_factor(b, b_ptr, n, count, col, inside, shift, H, K)
+                k = (load_feature(k_ptr, at, inside, k_inverse, FEATURE) * E).to(DT)  # [C, BK]
+                q = load_feature(q_ptr, at, inside, q_inverse, FEATURE) * E
+                q_scores += multiply(q, tl.trans(k), DT, PRECISION)
+                if DELTA:
+                    k_scores += multiply(k, tl.trans(k), DT, PRECISION)
+            pairs = level_mask(i, j, shift)
+            A += tl.where(pairs, k_scores, 0.0)
+            P += tl.where(pairs, q_scores, 0.0)
+        # What the levels leave: segments of 16 relative to their first token, or the diagonal of P, whose factor is 1.
+        k_scores = tl.zeros([C, C], tl.float32)
+        q_scores = tl.zeros([C, C], tl.float32)
+        for first in range(0, K, BK):
+            col = (first + tl.arange(0, BK))[None, :]
+            inside = live[:, None] & (col < K)
+            at = i * (H * K) + col
+            q = load_feature(q_ptr, at, inside, q_inverse, FEATURE)
+            k = load_feature(k_ptr, at, inside, k_inverse, FEATURE)
+            if LOWEST > 0:
+                b = tl.load(b_ptr + at, mask=inside, other=0.0)
+                x = segment_exponent(b, b_ptr, n, col, inside, H, K)
+                right = tl.trans((k * tl.exp2(-x)).to(DT))
+                left = tl.exp2(x)
+                q_scores += multiply(q * left, right, DT, PRECISION)
+                if DELTA:
+                    k_scores += multiply(k * left, right, DT, PRECISION)
             else:
-                P += q_scores
+                q_scores += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+        pairs = i >> LOWEST == j >> LOWEST
+        A += tl.where(pairs & (i > j), k_scores, 0.0)
+        P += tl.where(pairs & (i >= j), q_scores, 0.0)
     else:
         for first in range(0, K, BK):
             col = (first + tl.arange(0, BK))[None, :]
             inside = live[:, None] & (col < K)
-            at = row[:, None] * K + col
+            at = i * (H * K) + col
             k = load_feature(k_ptr, at, inside, k_inverse, FEATURE).to(DT)
             P += multiply(load_feature(q_ptr, at, inside, q_inverse, FEATURE), tl.trans(k), DT, PRECISION)
             if DELTA:
                 A += multiply(k, tl.trans(k), DT, PRECISION)
         if DECAY == "head":
-            b_row = tl.load(b_ptr + row, mask=live, other=0.0)
+            b_row = tl.load(b_ptr + base + n * H, mask=live, other=0.0)
             # masked before the exponential, which would overflow above the diagonal
             E = tl.exp2(tl.where(i >= j, b_row[:, None] - b_row[None, :], 0.0))
             A *= E
             P *= E
         A = tl.where(i > j, A, 0.0)
         P = tl.where(i >= j, P, 0.0)
-    square = row[:, None] * C + j
-    tl.store(scores_ptr + square, P.to(scores_ptr.dtype.element_ty), mask=live[:, None])
+    square = i * (H * C) + j
+    tl.store(scores_ptr + base * C + square, P.to(scores_ptr.dtype.element_ty), mask=live[:, None])
 
     if DELTA:
-        beta = tl.load(beta_ptr + row, mask=live, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + base + n * H, mask=live, other=0.0).to(tl.float32)
         if SIGMOID_BETA:
             beta = tl.where(live, tl.sigmoid(beta), 0.0)
-        A *= beta[:, None]
-        # (I + A)^-1 by doubling: blocks of `half` are inverted, L joins pairs of them: M <- M - M L M.
-        M = tl.where(i == j, 1.0, 0.0) - tl.where(level_mask(i, j, 1), A, 0.0)
-        for doubling in tl.static_range(1, 8):
-            if (1 << doubling) < C:
-                L = tl.where(level_mask(i, j, 1 << doubling), A, 0.0)
-                ML = tl.dot(M, L, input_precision=PRECISION)
-                M -= tl.dot(ML, M, input_precision=PRECISION)
-        M = M.to(DT)
+        M = invert_unit_lower(A * beta[:, None], C, SOLVE).to(DT)
         if inverse_ptr is not None:
-            tl.store(inverse_ptr + square, M.to(inverse_ptr.dtype.element_ty), mask=live[:, None])
+            tl.store(inverse_ptr + base * C + square, M.to(inverse_ptr.dtype.element_ty), mask=live[:, None])
 
-    last = tl.minimum(end, start + C) - 1
     if DECAY == "head":
-        b_row = tl.load(b_ptr + row, mask=live, other=0.0)
+        b_row = tl.load(b_ptr + base + n * H, mask=live, other=0.0)
         from_start = tl.exp2(b_row)[:, None]
-        to_end = tl.exp2(tl.where(live, tl.load(b_ptr + last * H + h) - b_row, 0.0))[:, None]
+        to_end = tl.exp2(tl.where(live, tl.load(b_ptr + base + (count - 1) * H) - b_row, 0.0))[:, None]
     for first in range(0, K, BK):
         col = (first + tl.arange(0, BK))[None, :]
         inside = live[:, None] & (col < K)
-        at = row[:, None] * K + col
+        at = i * (H * K) + col
         q = load_feature(q_ptr, at, inside, q_inverse, FEATURE)
         k = load_feature(k_ptr, at, inside, k_inverse, FEATURE)
         k_from_start, k_to_end = k, k
         if DECAY == "channel":
             b = tl.load(b_ptr + at, mask=inside, other=0.0)
-            b_last = tl.load(b_ptr + (last * H + h) * K + col, mask=col < K, other=0.0)
+            b_last = tl.load(b_ptr + (count - 1) * (H * K) + col, mask=col < K, other=0.0)
             E = tl.exp2(b)
             q, k_from_start = q * E, k * E
             k_to_end = k * tl.exp2(tl.where(live[:, None], b_last - b, 0.0))
         elif DECAY == "head":
             q, k_from_start, k_to_end = q * from_start, k * from_start, k * to_end
-        tl.store(q_out_ptr + at, q.to(q_out_ptr.dtype.element_ty), mask=inside)
-        tl.store(k_out_ptr + at, k_to_end.to(k_out_ptr.dtype.element_ty), mask=inside)
+        tl.store(q_out_ptr + base * K + at, q.to(q_out_ptr.dtype.element_ty), mask=inside)
+        tl.store(k_out_ptr + base * K + at, k_to_end.to(k_out_ptr.dtype.element_ty), mask=inside)
         if DELTA:
             w = multiply(M, k_from_start * beta[:, None], DT, PRECISION)
-            tl.store(w_ptr + at, w.to(w_ptr.dtype.element_ty), mask=inside)
+            tl.store(w_ptr + base * K + at, w.to(w_ptr.dtype.element_ty), mask=inside)
     if DELTA:
         for first in range(0, V, BV):
             col = (first + tl.arange(0, BV))[None, :]
             inside = live[:, None] & (col < V)
-            at = row[:, None] * V + col
-            v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            at = i * (H * V) + col
+            v = tl.load(v_ptr + base * V + at, mask=inside, other=0.0).to(tl.float32)
             u = multiply(M, v * beta[:, None], DT, PRECISION)
-            tl.store(u_ptr + at, u.to(u_ptr.dtype.element_ty), mask=inside)
+            tl.store(u_ptr + base * V + at, u.to(u_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def chunk_decay(b_ptr, last, h, col, H: tl.constexpr, K: tl.constexpr, DECAY: tl.constexpr):
-    """exp(b_C) of a chunk whose last token is `last`: [BK] per channel, or one number."""
+def chunk_decay(b_ptr, col, H: tl.constexpr, K: tl.constexpr, DECAY: tl.constexpr):
+    """exp(b) at the token and head (row of [tokens, H]) that b_ptr was moved to: [BK] per channel, or one number."""
     if DECAY == "channel":
-        return tl.exp2(tl.load(b_ptr + (last * H + h) * K + col, mask=col < K, other=0.0))
+        return tl.exp2(tl.load(b_ptr + col, mask=col < K, other=0.0))
     else:
-        return tl.exp2(tl.load(b_ptr + last * H + h))
+        return tl.exp2(tl.load(b_ptr))
 
 
 @triton.jit(do_not_specialize=["row_tokens"])
@@ -309,45 +305,45 @@ def chunk_state_kernel(
     `k_ptr` holds k e^(b_C - b). Without DELTA u is v and d is not written.
     """
     slices: tl.constexpr = (V + BV - 1) // BV
-    n = tl.program_id(0) // (H * slices)
+    sequence = tl.program_id(0) // (H * slices)
     h = tl.program_id(0) // slices % H
+    n = tl.arange(0, C)
     col = tl.arange(0, BK)
     out = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
     state_at = col[:, None] * V + out[None, :]
     state_inside = (col < K)[:, None] & (out < V)[None, :]
     if initial_ptr is not None:
-        initial_at = (wide(n) * H + h) * K * V + state_at
-        S = tl.load(initial_ptr + initial_at, mask=state_inside, other=0.0).to(tl.float32)
+        initial_at = (wide(sequence) * H + h) * (K * V)
+        S = tl.load(initial_ptr + initial_at + state_at, mask=state_inside, other=0.0).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    first_chunk, chunk_end = chunks_of(n, row_tokens, offset_ptr, C, PACKED)
-    if PACKED:
-        begin, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
-    else:
-        begin, end = wide(n) * row_tokens, (wide(n) + 1) * row_tokens
+    first_chunk, chunk_end = chunks_of(sequence, row_tokens, offset_ptr, C, PACKED)
+    begin, end = sequence_of(sequence, row_tokens, cu_ptr, PACKED)
     for chunk in range(first_chunk, chunk_end):
         start = begin + wide(chunk - first_chunk) * C
-        t = start + tl.arange(0, C)
-        live = t < end
-        row = t * H + h
+        count = tl.minimum(end - start, C).to(tl.int32)
+        live = n < count
+        base = start * H + h
         inside_k = live[:, None] & (col < K)[None, :]
         inside_v = live[:, None] & (out < V)[None, :]
-        at_v = row[:, None] * V + out[None, :]
-        states_at = (wide(chunk) * H + h) * K * V + state_at
-        tl.store(states_ptr + states_at, S.to(states_ptr.dtype.element_ty), mask=state_inside)
-        d = tl.load(u_ptr + at_v, mask=inside_v, other=0.0).to(tl.float32)
+        at_k = n[:, None] * (H * K) + col[None, :]
+        at_v = n[:, None] * (H * V) + out[None, :]
+        states_at = (wide(chunk) * H + h) * (K * V)
+        tl.store(states_ptr + states_at + state_at, S.to(states_ptr.dtype.element_ty), mask=state_inside)
+        d = tl.load(u_ptr + base * V + at_v, mask=inside_v, other=0.0).to(tl.float32)
         if DELTA:
-            w = tl.load(w_ptr + row[:, None] * K + col[None, :], mask=inside_k, other=0.0)
+            w = tl.load(w_ptr + base * K + at_k, mask=inside_k, other=0.0)
             d -= multiply(w, S, DT, PRECISION)
-            tl.store(d_ptr + at_v, d.to(d_ptr.dtype.element_ty), mask=inside_v)
+            tl.store(d_ptr + base * V + at_v, d.to(d_ptr.dtype.element_ty), mask=inside_v)
         if DECAY is not None:
-            decay = chunk_decay(b_ptr, tl.minimum(end, start + C) - 1, h, col, H, K, DECAY)
+            last = base + (count - 1) * H
+            decay = chunk_decay(b_ptr + (last * K if DECAY == "channel" else last), col, H, K, DECAY)
             S *= decay[:, None] if DECAY == "channel" else decay
-        k = tl.load(k_ptr + row[:, None] * K + col[None, :], mask=inside_k, other=0.0)
+        k = tl.load(k_ptr + base * K + at_k, mask=inside_k, other=0.0)
         S += multiply(tl.trans(k), d, DT, PRECISION)
     if final_ptr is not None:
-        final_at = (wide(n) * H + h) * K * V + state_at
-        tl.store(final_ptr + final_at, S.to(final_ptr.dtype.element_ty), mask=state_inside)
+        final_at = (wide(sequence) * H + h) * (K * V)
+        tl.store(final_ptr + final_at + state_at, S.to(final_ptr.dtype.element_ty), mask=state_inside)
 
 
 @triton.jit(do_not_specialize=["row_tokens"])
@@ -361,27 +357,27 @@ def chunk_output_kernel(
     slices: tl.constexpr = (V + BV - 1) // BV
     chunk = tl.program_id(0) // (H * slices)
     h = tl.program_id(0) // slices % H
-    start, end = place(chunk, row_tokens, cu_ptr, owner_ptr, offset_ptr, C, PACKED)
-    if start >= end:
+    start, count = place(chunk, row_tokens, cu_ptr, owner_ptr, offset_ptr, C, PACKED)
+    if count == 0:
         return
-    t = start + tl.arange(0, C)
-    live = t < end
-    row = t * H + h
-    out = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
+    n = tl.arange(0, C)
+    live = (n < count)[:, None]
+    base = start * H + h
+    out = ((tl.program_id(0) % slices) * BV + tl.arange(0, BV))[None, :]
+    states_ptr += (wide(chunk) * H + h) * (K * V)
     o = tl.zeros([C, BV], tl.float32)
     for first in range(0, K, BK):
         col = first + tl.arange(0, BK)
-        inside_q = live[:, None] & (col < K)[None, :]
-        q = tl.load(q_ptr + row[:, None] * K + col[None, :], mask=inside_q, other=0.0)
-        states_at = ((wide(chunk) * H + h) * K + col[:, None]) * V + out[None, :]
-        S = tl.load(states_ptr + states_at, mask=(col < K)[:, None] & (out < V)[None, :], other=0.0)
+        at = n[:, None] * (H * K) + col[None, :]
+        q = tl.load(q_ptr + base * K + at, mask=live & (col < K)[None, :], other=0.0)
+        S = tl.load(states_ptr + col[:, None] * V + out, mask=(col < K)[:, None] & (out < V), other=0.0)
         o += multiply(q, S, DT, PRECISION)
-    inside = live[:, None] & (out < V)[None, :]
-    at = row[:, None] * V + out[None, :]
-    P = tl.load(scores_ptr + row[:, None] * C + tl.arange(0, C)[None, :], mask=live[:, None], other=0.0)
-    d = tl.load(d_ptr + at, mask=inside, other=0.0)
+    inside = live & (out < V)
+    at = n[:, None] * (H * V) + out
+    P = tl.load(scores_ptr + base * C + n[:, None] * (H * C) + n[None, :], mask=live, other=0.0)
+    d = tl.load(d_ptr + base * V + at, mask=inside, other=0.0)
     o += multiply(P, d, DT, PRECISION)
-    tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=inside)
+    tl.store(o_ptr + base * V + at, o.to(o_ptr.dtype.element_ty), mask=inside)
 
 
 @dataclass
@@ -445,7 +441,7 @@ def run_chunks(
         q_ptr=q, k_ptr=k, v_ptr=v, beta_ptr=beta, b_ptr=b, q_inverse_ptr=norms[0], k_inverse_ptr=norms[1], scale=scale,
         q_out_ptr=q_out, k_out_ptr=k_out, w_ptr=w, u_ptr=u, scores_ptr=scores, inverse_ptr=inverse,
         K=s.K, V=s.V, FEATURE=rule.feature, DECAY=rule.decay, DELTA=rule.delta, SIGMOID_BETA=rule.sigmoid_beta,
-        LEVELS=s.levels, USE_MIDDLE=s.middle,
+        LEVELS=s.levels, LOWEST=s.lowest, SOLVE=s.solve,
     )  # fmt: skip
     states = s.empty(s.chunks, s.H, s.K, s.V)
     config = choose(chunk_state_kernel, STATE, s.key, device)

@@ -26,9 +26,9 @@ from kimi_hf.ops.kernels_common import (
 )
 
 CONFIGS = (
+    Config("t16c64_w4", {"BT": 16, "BC": 64}, num_warps=4, num_stages=1),
+    Config("t16c128_w8", {"BT": 16, "BC": 128}, num_warps=8, num_stages=1),
     Config("t32c64_w4", {"BT": 32, "BC": 64}, num_warps=4, num_stages=1),
-    Config("t16c128_w4", {"BT": 16, "BC": 128}, num_warps=4, num_stages=1),
-    Config("t64c64_w8", {"BT": 64, "BC": 64}, num_warps=8, num_stages=1),
 )
 WINDOW = Config("c128_w2", {"BC": 128}, num_warps=2, num_stages=1)
 PROGRAMS = 256  # of the backward along time: bounds the buffer of partial weight gradients
