@@ -248,8 +248,8 @@ def cut_long_runs(text: str, piece: int = 400_000, run: int = 25_000) -> list[st
     pieces: list[str] = []
     for begin in range(0, len(text), piece):
         part = text[begin : begin + piece]
-        if len(part) <= run:
-            pieces.append(part)
+        if len(part) <= run or not re.search(rf"\s{{{run + 1}}}|\S{{{run + 1}}}", part):
+            pieces.append(part)  # nearly always; Python's \s is str.isspace
             continue
         start, length, space = 0, 0, False
         for at, char in enumerate(part):

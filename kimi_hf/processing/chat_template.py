@@ -69,24 +69,8 @@ class ChatTemplateMixin(ResponseParsingMixin):
         Raises: ChatError for conversations that cannot be rendered and options that do not go together.
         """
         if (self.chat_template if chat_template is None else chat_template) != PYTHON_TEMPLATE:
-            return self._apply_jinja(
-                conversation,
-                tools=tools,
-                documents=documents,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt or False,
-                continue_final_message=continue_final_message,
-                tokenize=tokenize is None or tokenize,
-                sanitize_control_tokens=sanitize_control_tokens or False,
-                padding=padding,
-                truncation=truncation,
-                max_length=max_length,
-                return_tensors=return_tensors,
-                return_dict=return_dict is None or return_dict,
-                return_assistant_tokens_mask=return_assistant_tokens_mask or False,
-                tokenizer_kwargs=tokenizer_kwargs,
-                **kwargs,
-            )
+            given = {key: value for key, value in locals().items() if key not in ("self", "kwargs", "__class__")}
+            return self._apply_jinja(**given, **kwargs)
         if documents:
             raise ChatError("documents: this chat format has no place for them; put their text into a message")
         if tokenize is None:
@@ -106,21 +90,18 @@ class ChatTemplateMixin(ResponseParsingMixin):
         if not tokenize:
             texts = ["".join(segment.text for segment in rendering.segments) for rendering in renderings]
             return texts if batched else texts[0]
-        limit = None
-        if truncation not in (False, None, "do_not_truncate"):
-            limit = self.model_max_length if max_length is None else max_length
-        rows = [self._encode_rendering(rendering, limit) for rendering in renderings]
-        encoded = {"input_ids": [ids for ids, _ in rows]}
-        if return_assistant_tokens_mask:
-            encoded["assistant_masks"] = [mask for _, mask in rows]
-        padded = self.pad(encoded, padding=padding, max_length=max_length, **(tokenizer_kwargs or {}))
+        columns = self._columns(renderings, truncation, max_length, bool(return_assistant_tokens_mask))
+        padded = self.pad(columns, padding=padding, max_length=max_length, **(tokenizer_kwargs or {}))
         if not batched and return_tensors is None:
             padded = {key: value[0] for key, value in padded.items()}
         out = BatchEncoding(dict(padded), tensor_type=return_tensors)
         return out if return_dict or return_assistant_tokens_mask else out["input_ids"]
 
     def _apply_jinja(self, conversation: Sequence[Any], **options: Any) -> Any:
-        """The library's way, for a template of the user's or of a checkpoint with another chat format."""
+        """The library's way, with its defaults, for a template of the user's or of another chat format."""
+        defaults = dict(add_generation_prompt=False, tokenize=True, sanitize_control_tokens=False, return_dict=True)
+        defaults["return_assistant_tokens_mask"] = False
+        options.update({key: default for key, default in defaults.items() if options[key] is None})
         return super().apply_chat_template(conversation, **options)
 
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
@@ -130,13 +111,23 @@ class ChatTemplateMixin(ResponseParsingMixin):
             ids += self.encode_special(text) if special else self.encode_ordinary(text)
         return ids
 
-    def _encode_rendering(self, rendering: Rendering, limit: int | None) -> tuple[list[int], list[int]]:
-        ids: list[int] = []
-        mask: list[int] = []
-        for segment, generated in zip(*rendering, strict=True):
-            ids += self.encode_segments([segment])
-            mask += [int(generated)] * (len(ids) - len(mask))
-        return ids[:limit], mask[:limit]
+    def _columns(
+        self, renderings: Sequence[Rendering], truncation: Any, max_length: int | None, masks: bool
+    ) -> dict[str, list[list[int]]]:
+        limit = None
+        if truncation not in (False, None, "do_not_truncate"):
+            limit = self.model_max_length if max_length is None else max_length
+        columns: dict[str, list[list[int]]] = {"input_ids": [], **({"assistant_masks": []} if masks else {})}
+        for rendering in renderings:
+            ids: list[int] = []
+            mask: list[int] = []
+            for segment, generated in zip(*rendering, strict=True):
+                ids += self.encode_segments([segment])
+                mask += [int(generated)] * (len(ids) - len(mask))
+            columns["input_ids"].append(ids[:limit])
+            if masks:
+                columns["assistant_masks"].append(mask[:limit])
+        return columns
 
 
 def _options(

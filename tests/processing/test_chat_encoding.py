@@ -196,6 +196,12 @@ def test_asking_about_a_mask_means_no_generation_prompt(tokenizer):
         tokenizer.apply_chat_template(HI, chat_template=tokenizer.chat_template + " ")
 
 
+def test_trl_sees_what_it_needs_for_assistant_only_loss(tokenizer):
+    trl = pytest.importorskip("trl.chat_template_utils")
+    assert trl.has_generation_markers(tokenizer.chat_template)
+    assert trl.is_chat_template_stop_token_trained(tokenizer)
+
+
 def test_continuing_the_last_message(tokenizer):
     whole = tokenizer.apply_chat_template(TALK, add_generation_prompt=False)
     open_ended = tokenizer.apply_chat_template(TALK, continue_final_message=True)

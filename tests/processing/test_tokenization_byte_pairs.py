@@ -141,3 +141,18 @@ def test_cuts_of_long_texts():
     assert cut_long_runs("aa" * 3, piece=5, run=3) == ["aaa", "aa", "a"]  # the counter starts again with each piece
     text = CORPUS * 200
     assert "".join(cut_long_runs(text, 10_000, 7)) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text("ab \n", max_size=40), st.integers(1, 20), st.integers(1, 6))
+def test_cuts_are_those_of_the_definition(text, piece, run):
+    expected = []
+    for begin in range(0, len(text), piece):
+        part, start, length = text[begin : begin + piece], 0, 0
+        for at, char in enumerate(part):
+            length = length + 1 if at and char.isspace() == part[at - 1].isspace() else 1
+            if length > run:
+                expected.append(part[start:at])
+                start, length = at, 1
+        expected.append(part[start:])
+    assert cut_long_runs(text, piece, run) == expected
