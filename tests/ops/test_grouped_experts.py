@@ -81,6 +81,38 @@ def test_each_input_alone(trained):
     torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("thin", [64, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_thin_experts_together_equal_one_by_one(monkeypatch, thin, dtype):
+    monkeypatch.setattr(stack, "THIN", thin)
+    hidden, indices, weights, gate_up, down = make(9, experts=8, dtype=dtype)
+    indices[indices == 3] = 8  # a gap
+    leaves = leaves_of((hidden, weights, gate_up, down))
+    results = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        out = grouped_experts(hidden, indices, weights, gate_up, down, act)
+        results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    for a, b in zip(*results, strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * a.abs().max().item())
+
+
+@given(st.lists(st.integers(0, 90), max_size=12))
+def test_runs_keep_every_expert_and_pad_at_most_twofold(counts):
+    start, experts = 0, []
+    for expert, count in enumerate(counts):
+        if count:
+            experts.append((expert, slice(start, start + count)))
+            start += count
+    runs = list(stack.neighbours(tuple(experts)))
+    assert [member for run in runs for member in run] == experts
+    for run in runs:
+        sizes = [rows.stop - rows.start for _, rows in run]
+        assert [expert for expert, _ in run] == list(range(run[0][0], run[0][0] + len(run)))
+        assert len(run) == 1 or (max(sizes) <= stack.THIN and max(sizes) * len(run) <= 2 * sum(sizes))
+
+
 def test_bfloat16_sums_in_fp32_and_casts_once():
     """Expert outputs are rounded to bf16, their weighted sum is not: equal to the last bit to the same sum by hand."""
     hidden, indices, weights, gate_up, down = make(5, top_k=4, dtype=torch.bfloat16)
@@ -190,7 +222,10 @@ def test_the_form_of_gpus_and_compiled_graphs(dtype, packed):
     cotangent = torch.randn_like(hidden)
     expected = (truth, *torch.autograd.grad(truth, leaves, cotangent))
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
-    for run in (lambda *a: whole.grouped_experts_whole(*a, *stacks, act), compiled):
+    runs = [lambda *a: whole.grouped_experts_whole(*a, *stacks, act)]
+    if packed == (dtype == torch.bfloat16):
+        runs.append(compiled)
+    for run in runs:
         out = run(hidden, indices, weights)
         for a, b in zip((out, *torch.autograd.grad(out, leaves, cotangent)), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from kimi_hf.ops import checks
 from kimi_hf.ops.grouped_experts.plan import Plan, make_plan
-from kimi_hf.ops.grouped_experts.stack import Stack, add_gradient, product, product_transposed
+from kimi_hf.ops.grouped_experts.stack import Stack, add_gradient, multiply
 from kimi_hf.ops.grouped_experts.whole import grouped_experts_whole
 from kimi_hf.ops.mxfp4.packed import PackedWeight
 
@@ -73,16 +73,14 @@ class _GroupedExperts(torch.autograd.Function):
                 leaf = gate_up.detach().requires_grad_()
                 inner = ctx.act(leaf)
             u = torch.empty_like(inner)
-            for expert, rows in segment.experts:
-                product_transposed(d[rows], second, expert, out=u[rows])
+            multiply(d, second, segment.experts, u, transposed=True)
             scale = flat_weights.index_select(0, pair).to(wide)[:, None]
             d_weights[pair] = (inner.detach().to(wide) * u).sum(-1)
             d_inner = (u * scale).to(u.dtype)
             (d_gate_up,) = torch.autograd.grad(inner, leaf, d_inner)
             if d_hidden is not None:
                 d_x = torch.empty_like(d)
-                for expert, rows in segment.experts:
-                    product_transposed(d_gate_up[rows], first, expert, out=d_x[rows])
+                multiply(d_gate_up, first, segment.experts, d_x, transposed=True)
                 d_hidden.index_add_(0, token, d_x.to(wide))
             weighted = (inner.detach() * scale).to(inner.dtype) if d_stacks[ctx.split] is not None else None
             x = hidden.index_select(0, token) if d_stacks[0] is not None else None
@@ -107,12 +105,10 @@ def _forward(
         token = plan.token[segment.span]
         x = hidden.index_select(0, token)
         gate_up = x.new_empty(len(token), first.rows) if kept is None else kept[segment.span]
-        for expert, rows in segment.experts:
-            product(x[rows], first, expert, out=gate_up[rows])
+        multiply(x, first, segment.experts, gate_up)
         inner = act(gate_up)
         y = torch.empty_like(x)
-        for expert, rows in segment.experts:
-            product(inner[rows], second, expert, out=y[rows])
+        multiply(inner, second, segment.experts, y)
         scale = flat_weights.index_select(0, plan.pair[segment.span]).to(wide)[:, None]
         out.index_add_(0, token, y.mul_(scale) if y.dtype == wide else y.to(wide).mul_(scale))
     return out.to(hidden.dtype)

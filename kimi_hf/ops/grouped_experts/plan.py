@@ -9,7 +9,7 @@ from torch import Tensor
 
 # Elements of gate_up in a segment: small enough to be reused from the heap (never mapped anew), large enough that
 # a segment of short experts makes one call to the activation.
-SEGMENT = 1 << 20
+SEGMENT = 1 << 19
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,10 @@ from kimi_hf.ops.mxfp4.packed import PackedWeight
 BLOCK = 1 << 20
 # Rows up to which an fp32 product is faster as matrix times columns, which reads the matrix at memory speed.
 FEW_ROWS = 3
+# Rows up to which an expert is thin: its product is bound by reading the matrix, not by arithmetic.
+THIN = 64
+
+Rows = tuple[tuple[int, slice], ...]  # experts in rising order, each with its rows
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,48 @@ class Stack:
         for start in range(0, self.rows, step):
             rows = slice(start, start + step)
             yield rows, packed.dense(expert, rows, dtype)
+
+
+def multiply(x: Tensor, stack: Stack, experts: Rows, out: Tensor, *, transposed: bool = False) -> None:
+    """out[rows] = x[rows] W^T (`transposed`: x[rows] W) for each expert and its rows.
+
+    With several threads neighbours with few rows go together, padded to the longest, as one batched product: its
+    threads take an expert each and meet once, instead of sharing every thin product and waiting for each other.
+    """
+    together = torch.get_num_threads() > 1 and len(stack.tensors) == 1 and stack.tensors[0].dtype == x.dtype
+    for run in neighbours(experts) if together else ((member,) for member in experts):
+        if len(run) > 1:
+            _batched(x, stack.tensors[0], run, out, transposed)
+            continue
+        expert, rows = run[0]
+        (product_transposed if transposed else product)(x[rows], stack, expert, out=out[rows])
+
+
+def neighbours(experts: Rows) -> Iterator[Rows]:
+    """Runs of consecutive experts with at most THIN rows each, of which padding makes at most twice as many."""
+    run: list[tuple[int, slice]] = []
+    longest = total = 0
+    for expert, rows in experts:
+        count = rows.stop - rows.start
+        longest, total = max(longest, count), total + count
+        if run and (expert != run[-1][0] + 1 or longest > THIN or longest * (len(run) + 1) > 2 * total):
+            yield tuple(run)
+            run, longest, total = [], count, count
+        run.append((expert, rows))
+    if run:
+        yield tuple(run)
+
+
+def _batched(x: Tensor, weight: Tensor, run: Rows, out: Tensor, transposed: bool) -> None:
+    span = slice(run[0][1].start, run[-1][1].stop)
+    counts = [rows.stop - rows.start for _, rows in run]
+    longest = max(counts)
+    place = [i * longest + j for i, count in enumerate(counts) for j in range(count)]
+    place = torch.tensor(place, device=x.device)
+    padded = x.new_zeros(len(run) * longest, x.shape[1]).index_copy_(0, place, x[span])
+    matrices = weight[run[0][0] : run[-1][0] + 1]
+    result = torch.bmm(padded.view(len(run), longest, -1), matrices if transposed else matrices.mT)
+    torch.index_select(result.flatten(0, 1), 0, place, out=out[span])
 
 
 def product(x: Tensor, stack: Stack, expert: int, out: Tensor) -> None:
