@@ -87,6 +87,9 @@ class MediaGenerationMixin:
         if pixel_values is None or not (is_first_iteration or past_key_values is None):
             return inputs
         step_ids = inputs.get("input_ids")
+        if step_ids is None:
+            inputs.update(pixel_values=pixel_values, grid_thws=grid_thws)
+            return inputs
         keep = self._images_in_step(input_ids, step_ids, grid_thws)
         if any(keep):
             sizes = grid_thws.prod(dim=1).tolist()
@@ -120,7 +123,9 @@ class MediaGenerationMixin:
     ):
         pixels, grids = kwargs.pop("pixel_values", None), kwargs.pop("grid_thws", None)
         if pixels is not None and expand_size > 1:
-            held = images_per_row(input_ids, self._feature_counts(grids), self.config.media_placeholder_token_id)
+            embeds = kwargs.get("inputs_embeds")
+            ids = input_ids if embeds is None else self.placeholders_in(embeds)
+            held = images_per_row(ids, self._feature_counts(grids), self.config.media_placeholder_token_id)
             patches = pixels.split(grids.prod(dim=1).tolist())
             order, first = [], 0
             for count in held:

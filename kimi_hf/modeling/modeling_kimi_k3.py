@@ -4,6 +4,7 @@ Image features take the place of placeholder tokens, and from there on everythin
 the tower. Module names are the released ones: `vision_tower`, `mm_projector`, `language_model`.
 """
 
+import torch
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import (
@@ -70,6 +71,12 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
             attentions=encoded.attentions,
         )
 
+    def placeholders_in(self, inputs_embeds: Tensor) -> Tensor:
+        """(B, T, D) embeddings -> (B, T) ids, the placeholder's where a token has its embedding, -1 (no id) elsewhere."""
+        placeholder = self.config.media_placeholder_token_id
+        own = self.get_input_embeddings()(torch.tensor([placeholder], device=inputs_embeds.device))
+        return torch.where((inputs_embeds == own.to(inputs_embeds.dtype)).all(dim=-1), placeholder, -1)
+
     def merge_inputs(
         self,
         input_ids: Tensor | None,
@@ -82,14 +89,14 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
         """Embed the tokens and put image features in place of their placeholders, see `vision/merge.py`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ShapeError("give exactly one of input_ids and inputs_embeds")
-        if pixel_values is not None and input_ids is None:
-            raise ShapeError("pixel_values need input_ids: the placeholders in them say where the images go")
         if (pixel_values is None) != (grid_thws is None):
             raise ShapeError("give pixel_values and grid_thws together; the image processor returns both")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if pixel_values is None:
             return MergedInputs(inputs_embeds, attention_mask, None, labels)
+        if input_ids is None:
+            input_ids = self.placeholders_in(inputs_embeds)
         # Masks that are ready made fit the present length only, so nothing may move then.
         ready = isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4)
         merged = merge_media(
