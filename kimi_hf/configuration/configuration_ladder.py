@@ -342,6 +342,31 @@ class LadderConfig(ReleasedSchemaConfig):
         return ["sparse" if name in _SPARSE else "dense" for name in self.feed_forwards]
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallelism cuts the feed-forwards that are there; the mixers stay whole, as on the Kimi models."""
+        plan = {}
+        if {"swiglu", "situ_glu"} & self.parts:
+            plan["layers.*.mlp.gate_proj"] = "colwise"
+        if {"swiglu", "situ_glu", "gelu_mlp"} & self.parts:
+            plan.update({"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"})
+        if self.parts & set(_SPARSE):
+            experts = "layers.*.block_sparse_moe.experts"
+            plan.update({f"{experts}.gate_up_proj": "packed_colwise", f"{experts}.down_proj": "rowwise"})
+            plan[experts] = "moe_tp_experts"
+            if self.num_shared_experts:
+                shared = "layers.*.block_sparse_moe.shared_experts"
+                plan.update({f"{shared}.gate_proj": "colwise", f"{shared}.up_proj": "colwise"})
+                plan[f"{shared}.down_proj"] = "rowwise"
+        return plan
+
+    @property
+    def base_model_ep_plan(self) -> dict[str, str]:
+        """Which experts' tensors expert parallelism spreads."""
+        experts = "layers.*.block_sparse_moe.experts"
+        plan = {f"{experts}.gate_up_proj": "grouped_gemm", f"{experts}.down_proj": "grouped_gemm"}
+        return {**plan, experts: "ep_dispatch_experts"} if self.parts & set(_SPARSE) else {}
+
+    @property
     def linear_attn_config(self) -> dict[str, Any]:
         """What `KimiDeltaAttention` reads, in the released form."""
         return {

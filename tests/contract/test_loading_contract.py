@@ -63,12 +63,12 @@ def test_a_file_has_one_tensor_per_expert_matrix_and_fused_names_load_too(tiny, 
     model = tiny.build()
     model.save_pretrained(tmp_path / "released")
     released = load_file(tmp_path / "released" / "model.safetensors")
-    experts = model.config.get_text_config().num_experts
+    experts = model.config.get_text_config().num_experts or 0
     sparse = model.config.get_text_config().mlp_layer_types.count("sparse")
     assert sum(".experts." in name for name in released) == 3 * experts * sparse
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     fused = load_file(tmp_path / "fused" / "model.safetensors")
-    assert any(name.endswith("experts.gate_up_proj") for name in fused)
+    assert any(name.endswith("experts.gate_up_proj") for name in fused) is bool(sparse)
     _same_state(_load(tiny.model_class, tmp_path / "released"), _load(tiny.model_class, tmp_path / "fused"))
 
 
@@ -167,7 +167,8 @@ def test_half_precision_keeps_the_fp32_list(tiny, tmp_path, dtype):
         else:
             assert tensor.dtype == dtype, name
     conv = {"q_conv1d", "k_conv1d", "v_conv1d"}
-    assert kept == {"A_log", "dt_bias", "e_score_correction_bias", "o_norm"} | conv
+    full_precision = {"A_log", "dt_bias", "e_score_correction_bias", "o_norm"} | conv
+    assert kept == {part for part in full_precision if any(part in name.split(".") for name in full)}
     logits = half(tiny.ids()).logits
     assert logits.dtype == dtype and torch.isfinite(logits).all()
 
@@ -232,7 +233,7 @@ def _matches(pattern: str, name: str) -> bool:
 def test_parallel_plans_name_what_exists_and_shard_the_experts(tiny, plan):
     model = tiny.build()
     entries = dict(getattr(model, plan, None) or getattr(model, f"_{plan}"))
-    assert entries
+    assert entries or (plan == "ep_plan" and not model.config.get_text_config().num_experts)
     names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
     for pattern in entries:
         assert any(_matches(pattern, name) for name in names), f"{plan} entry {pattern} matches nothing"

@@ -7,6 +7,7 @@ no parameter at its neutral initial value), so that a mistake shows instead of h
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +79,11 @@ class TinyModel:
             "pixel_values": torch.randn(batch * IMAGE_PATCHES, 3, 14, 14, generator=generator),
             "grid_thws": torch.tensor([IMAGE_GRID] * batch),
         }
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether positions are part of the input."""
+        return getattr(self.config(), "positions", "none") == "learned"
 
     def layers_of(self, kind: str) -> int:
         """How many layers are of one of transformers' layer types."""
@@ -185,10 +191,28 @@ def kimi_k3_config():
     )
 
 
+def ladder_mixture():
+    """K3's mixers and latent experts beside GPT-2's parts, reading every sub-layer's output."""
+    mixture = {"mixer": ["kimi_delta_attention", "latent_attention"], "feed_forward": ["gelu_mlp", "latent_moe"]}
+    return ladder_config("kimi-k3", residual="full_attn_res", **mixture)
+
+
+def ladder_config(rung: str, **changes: Any):
+    """A rung of the ladder; its head is untied here, as on the other models."""
+    fields = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False, "max_position_embeddings": 512}
+    return kimi_hf.LadderConfig.rung(rung, **{**fields, **ids, **changes})
+
+
 TINY = [
     TinyModel("kimi-linear", kimi_linear_config, "KimiLinearForCausalLM", "KimiLinearModel"),
     TinyModel("kimi-k3-text", kimi_k3_text_config, "KimiLinearForCausalLM", "KimiLinearModel"),
     TinyModel("kimi-k3", kimi_k3_config, "KimiK3ForConditionalGeneration", "KimiK3Model", vision=True),
+    *(
+        TinyModel(rung, partial(ladder_config, rung), "LadderForCausalLM", "LadderModel")
+        for rung in ("gpt2", "linear-transformer", "gated-delta-net")
+    ),
+    TinyModel("ladder-mixture", ladder_mixture, "LadderForCausalLM", "LadderModel"),
 ]
 
 
