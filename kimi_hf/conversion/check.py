@@ -20,6 +20,17 @@ from kimi_hf.conversion.shards import Checkpoint, TensorEntry, open_checkpoint
 from kimi_hf.errors import CheckpointError
 
 SHOWN = 8
+_EXPERT_KINDS = {
+    "weight_packed": "packed",
+    "weight_scale": "packed",
+    "weight": "plain",
+    "gate_up_proj": "fused",
+    "down_proj": "fused",
+    "gate_up_proj_packed": "fused_packed",
+    "gate_up_proj_scale": "fused_packed",
+    "down_proj_packed": "fused_packed",
+    "down_proj_scale": "fused_packed",
+}
 _FOREIGN_METHODS = {"gptq", "awq", "bitsandbytes", "fp8", "mxfp4", "modelopt", "hqq", "quanto", "auto-round"}
 _FOREIGN_SUFFIXES = {
     "qweight": "GPTQ or AWQ int4",
@@ -166,12 +177,9 @@ def expert_layout(checkpoint: Checkpoint) -> str:
     Raises: CheckpointError when two ways are mixed, naming one tensor of each.
     """
     first: dict[str, TensorEntry] = {}
-    for name, entry in checkpoint.entries.items():
-        if ".experts." not in name:
-            continue
-        kind = _expert_kind(name)
-        if kind is not None and kind not in first:
-            first[kind] = entry
+    for (ending, _, is_expert), entry in checkpoint.endings.items():
+        if is_expert and ending in _EXPERT_KINDS:
+            first.setdefault(_EXPERT_KINDS[ending], entry)
     if len(first) > 1:
         kinds = sorted(first)
         told = "; ".join(f"{kind}: {first[kind].name} in {first[kind].path.name}" for kind in kinds)
@@ -180,16 +188,6 @@ def expert_layout(checkpoint: Checkpoint) -> str:
             f"stored alike, convert the checkpoint with one --to"
         )
     return next(iter(first), "plain")
-
-
-def _expert_kind(name: str) -> str | None:
-    if name.endswith((".weight_packed", ".weight_scale")):
-        return "packed"
-    if name.endswith((".w1.weight", ".w2.weight", ".w3.weight")):
-        return "plain"
-    if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-        return "fused"
-    return "fused_packed" if name.endswith(("_proj_packed", "_proj_scale")) else None
 
 
 def refuse_foreign(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
@@ -202,14 +200,13 @@ def refuse_foreign(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
             f"{checkpoint.folder}: quantization_config says quant_method {method!r}, format {scheme!r}; only "
             f"compressed-tensors {PACKED_FORMAT} is read. Use the released checkpoint, or one dequantised to bf16"
         )
-    for name, entry in checkpoint.entries.items():
-        ending = name.rpartition(".")[2]
+    for (ending, _, _), entry in checkpoint.endings.items():
         scheme = _FOREIGN_SUFFIXES.get(ending)
         if ending in ("weight_packed", "weight_scale") and entry.dtype != "U8":
             scheme = "nvfp4 or int4"
         if scheme is not None:
             raise CheckpointError(
-                f"{name} in {entry.path.name} ({entry.dtype} {list(entry.shape)}) is {scheme}; only {PACKED_FORMAT} "
+                f"{entry.name} in {entry.path.name} ({entry.dtype} {list(entry.shape)}) is {scheme}; only {PACKED_FORMAT} "
                 f"(U8 weight_packed, U8 weight_scale) is read. Use the released checkpoint, or one dequantised to bf16"
             )
 

@@ -28,7 +28,8 @@ def stored_parts(checkpoint: Checkpoint, text: TextGeometry) -> dict[str, PartSi
     """Tensors, parameters and bytes of each part (`layout.part_of`), as the headers say."""
     parts: dict[str, PartSize] = {}
     for name, entry in checkpoint.entries.items():
-        part = parts.setdefault(part_of(name, text), PartSize())
+        row = "routed experts" if ".experts." in name else part_of(name, text)
+        part = parts.get(row) or parts.setdefault(row, PartSize())
         part.tensors += 1
         part.nbytes += entry.nbytes
         part.dtypes[entry.dtype] += 1

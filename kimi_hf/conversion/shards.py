@@ -185,6 +185,7 @@ class Checkpoint:
             self.entries.update(header.entries)
         self._files: dict[Path, int] = {}
         self._sparse: dict[Path, bool] = {}
+        self._endings: dict[tuple[str, str, bool], TensorEntry] | None = None
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -198,6 +199,16 @@ class Checkpoint:
     def allocated(self) -> int:
         """Bytes that the files take on disk; below `nbytes` for sparse files."""
         return sum(header.path.stat().st_blocks * 512 for header in self.headers.values())
+
+    @property
+    def endings(self) -> dict[tuple[str, str, bool], TensorEntry]:
+        """The first tensor of each (last part of the name, dtype, is it a routed expert's); one pass, then kept."""
+        if self._endings is None:
+            found: dict[tuple[str, str, bool], TensorEntry] = {}
+            for name, entry in self.entries.items():
+                found.setdefault((name.rpartition(".")[2], entry.dtype, ".experts." in name), entry)
+            self._endings = found
+        return self._endings
 
     def entry(self, name: str) -> TensorEntry:
         entry = self.entries.get(name)
