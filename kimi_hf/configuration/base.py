@@ -84,8 +84,10 @@ class ReleasedSchemaConfig(PreTrainedConfig):
         output = self.to_diff_dict()
         given = self.__dict__.get("_given", {})
         output.pop("transformers_version", None)
-        if given and "model_type" not in given:
-            output.pop("model_type", None)
+        if given:
+            # The released vision part has neither; the composite says both for it.
+            for key in {"model_type", "dtype"} - given.keys():
+                output.pop(key, None)
         output.update({key: given[key] for key in _BOOKKEEPING if key in given and key != "torch_dtype"})
         return output
 
@@ -116,6 +118,12 @@ def positive_float(name: str, value: Any) -> None:
     """Raise `ConfigError` unless `value` is a number above zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(f"{name} must be a number above 0, got {value!r}")
+
+
+def fraction(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ConfigError(f"{name} must be a number in [0, 1), got {value!r}")
 
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:

@@ -4,13 +4,14 @@ import copy
 from typing import Any, ClassVar
 
 from ..errors import ConfigError
-from .base import ReleasedSchemaConfig, one_of, positive_float, positive_int, remembers_fields
+from .base import ReleasedSchemaConfig, fraction, one_of, positive_float, positive_int, remembers_fields
 from .layer_plan import check_layer_lists, fill_layer_lists
 from .quantization import released, route
 
 # "situ" is ours; the others are the gate activations of transformers that a GLU is ablated with.
 ACTIVATIONS = ("situ", "silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 ROUTER_ACTIVATIONS = ("sigmoid", "softmax")
+_SWITCHES = ("use_cache", "tie_word_embeddings", "mla_use_output_gate", "latent_moe_use_norm", "moe_renormalize")
 _LINEAR_ATTN_FIELDS = (
     "kda_layers",
     "full_attn_layers",
@@ -178,6 +179,8 @@ class KimiLinearConfig(ReleasedSchemaConfig):
 
     def check(self) -> None:
         """Raise `ConfigError` if a field contradicts another or names something that does not exist."""
+        for name in _SWITCHES:
+            one_of(name, getattr(self, name), (True, False))
         self._check_sizes()
         self._check_attention()
         self._check_linear_attention()
@@ -192,7 +195,11 @@ class KimiLinearConfig(ReleasedSchemaConfig):
             "max_position_embeddings",
         ):
             positive_int(name, getattr(self, name))
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ConfigError(f"pad_token_id is {self.pad_token_id}, outside vocab_size ({self.vocab_size})")
         positive_float("rms_norm_eps", self.rms_norm_eps)
+        if self.initializer_range != 0:
+            positive_float("initializer_range", self.initializer_range)
         one_of("hidden_act", self.hidden_act, ACTIVATIONS)
         for name in ("activation_situ_beta", "activation_situ_linear_beta"):
             value = getattr(self, name)
@@ -221,6 +228,7 @@ class KimiLinearConfig(ReleasedSchemaConfig):
             positive_int("q_lora_rank", self.q_lora_rank)
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             positive_int(name, getattr(self, name))
+        fraction("attention_dropout", self.attention_dropout)
         if not self.mla_use_nope:
             raise ConfigError("mla_use_nope must be true: the Kimi decoder has no rotary embedding")
 
@@ -233,6 +241,7 @@ class KimiLinearConfig(ReleasedSchemaConfig):
             )
         for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
             positive_int(f"linear_attn_config.{name}", linear[name])
+        one_of("linear_attn_config.use_full_rank_gate", linear.get("use_full_rank_gate", False), (True, False, None))
         check_layer_lists(linear["kda_layers"], linear["full_attn_layers"], self.num_hidden_layers)
         bound = linear.get("gate_lower_bound")
         if bound is not None and not (isinstance(bound, (int, float)) and -5.0 <= bound < 0):
