@@ -214,9 +214,10 @@ def test_other_precisions_and_autocast():
             torch.testing.assert_close(cast.float(), plain, rtol=0, atol=5e-2)
 
 
-@pytest.mark.parametrize("queries, keys", [(1, 24), (24, 24), (3, 24)])
-@pytest.mark.parametrize("form", ["direct", "absorbed"])
-def test_traces_into_one_graph(queries, keys, form):
+@pytest.mark.parametrize(
+    "form, queries, keys", [("absorbed", 1, 24), ("absorbed", 3, 24), ("direct", 24, 24), ("direct", 3, 24)]
+)
+def test_traces_into_one_graph(form, queries, keys):
     tensors, numbers = make(queries, keys)
     mask = torch.rand(2, 1, queries, keys) > 0.5
     torch.compiler.reset()  # the cases share one code object, whose recompilations are limited

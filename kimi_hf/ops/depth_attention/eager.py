@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kimi_hf.ops import checks
-from kimi_hf.ops.depth_attention.reference import depth_attention_reference, inverse_rms_reference
+from kimi_hf.ops.depth_attention.reference import inverse_rms_reference
 
 # Elements of one source in a piece: M + 1 fp32 pieces of 128 KiB stay in the second-level cache between the
 # product that scores them and the one that mixes them.
@@ -26,9 +26,9 @@ def depth_attention_eager(
     bank: Sequence[Tensor] | Tensor, inv_rms: Tensor, prefix: Tensor, weight: Tensor, *, eps: float
 ) -> Tensor:
     """See `kimi_hf.ops.depth_attention.depth_attention`."""
-    if torch.compiler.is_compiling():
-        return depth_attention_reference(bank, inv_rms, prefix, weight, eps=eps)
     sources = (*bank, prefix)
+    if torch.compiler.is_compiling():
+        return _traced(inv_rms, weight, eps, sources)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (inv_rms, weight, *sources)):
         return _DepthAttention.apply(inv_rms, weight, eps, *sources)
     if prefix.numel() <= SMALL:
@@ -65,6 +65,16 @@ def _forward(inv_rms: Tensor, weight: Tensor, eps: float, sources: tuple[Tensor,
             mixed.addcmul_(v, weights[:, None])
         out[piece] = mixed
     return out.view(prefix.shape), inverse, dots, probabilities
+
+
+def _traced(inv_rms: Tensor, weight: Tensor, eps: float, sources: tuple[Tensor, ...]) -> Tensor:
+    """For compiled graphs: pointwise products and sums a compiler fuses, without stacking the sources."""
+    prefix = sources[-1]
+    dtype = checks.compute_dtype(prefix.dtype)
+    inverse = (*inv_rms.to(dtype), inverse_rms_reference(prefix, eps))
+    scores = [(v.to(dtype) * weight.to(dtype)).sum(-1) * r for v, r in zip(sources, inverse, strict=True)]
+    p = torch.softmax(torch.stack(scores), dim=0)
+    return sum(p[j, ..., None] * v.to(dtype) for j, v in enumerate(sources)).to(prefix.dtype)
 
 
 def _few_tokens(inv_rms: Tensor, weight: Tensor, eps: float, sources: tuple[Tensor, ...]) -> Tensor:

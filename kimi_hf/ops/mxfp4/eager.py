@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 
 from kimi_hf.ops.mxfp4.reference import GROUP, MAGNITUDES, scale_bytes, unpack_reference
 
-# Bytes decoded at a time: the index of a piece (4 bytes for each) stays in the second-level cache.
-PIECE = 1 << 17
+# Bytes decoded at a time: the index of a piece (4 bytes for each, 1 MiB) stays in the second-level cache.
+PIECE = 1 << 18
 # Elements of W that `packed_matmul` holds dequantised at a time.
 BLOCK = 1 << 20
 _PAIR = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
