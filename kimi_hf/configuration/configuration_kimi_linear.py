@@ -33,7 +33,7 @@ class KimiLinearConfig(ReleasedSchemaConfig):
     attention. `hidden_size` D, `num_attention_heads` A, `kv_lora_rank` R, `num_experts` E.
 
     Fields that the released models do not read either (`head_dim`, `rope_theta`, `topk_method`, ...) are kept and
-    written back.
+    written back. `max_position_embeddings` is a note for servers: there is no position embedding to size.
 
     Raises:
         ConfigError: a field that contradicts another or that the architecture cannot honour; the message starts
