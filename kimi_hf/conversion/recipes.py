@@ -20,6 +20,7 @@ from kimi_hf.conversion.writer import CHUNK, Chunk, Recipe
 from kimi_hf.errors import CheckpointError
 from kimi_hf.ops import mxfp4
 
+PIECE = 1 << 17  # weights handled at a time, so that the steps of a formula meet in the cache
 RECENT = 1024  # pieces of scales kept, of at most CHUNK / 256 bytes each
 
 
@@ -164,16 +165,43 @@ def pack_rows(matrix: Matrix, scale: ByteRange | None, begin: int, end: int) -> 
         return mxfp4.pack(weight)
     groups = matrix.cols // MXFP4_GROUP
     stored = as_tensor(scale.read(begin * groups, (end - begin) * groups), "U8", (end - begin, groups))
-    kept, _ = mxfp4.pack(weight, scale=stored)
-    again = mxfp4.unpack(kept, stored, weight.dtype, name=f"{matrix.name}.weight")
-    # Signed zeros count, so compare bits.
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
-    same = (again.view(bits) == weight.view(bits)).unflatten(-1, (groups, MXFP4_GROUP)).all(-1)
+    kept = exact_codes(weight, stored) if weight.dtype == torch.bfloat16 else mxfp4.pack(weight, scale=stored)[0]
+    same = _reproduces(weight, kept, stored, matrix.name)
     if bool(same.all()):
         return kept, stored
-    packed, fresh = mxfp4.pack(weight)
+    kept, packed, fresh = mxfp4.pack(weight, scale=stored)[0], *mxfp4.pack(weight)
+    same = _reproduces(weight, kept, stored, matrix.name)
     codes = torch.where(same.repeat_interleave(MXFP4_GROUP // 2, -1), kept, packed)
     return codes, torch.where(same, stored, fresh)
+
+
+def exact_codes(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Packed codes of bf16 weights (n, cols) that lie on the grid of `scale` (n, cols / 32); nonsense elsewhere.
+
+    With r the weight's exponent less the scale's and h its half bit, 1 is code 2 and each further step is one more:
+    code = 2 r + 2 + h for r >= 0, and 1 for r = -1 (0.5). A dozen integer operations, ten times as fast as rounding.
+    """
+    packed = torch.empty(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
+    step = max(1, PIECE // weight.shape[1])
+    for begin in range(0, weight.shape[0], step):
+        rows = slice(begin, begin + step)
+        bits = weight[rows].view(torch.int16).unflatten(-1, (-1, MXFP4_GROUP))
+        exponent = (bits >> 7).bitwise_and_(255)
+        relative = exponent - scale[rows].to(torch.int16).unsqueeze(-1)
+        code = (bits >> 6).bitwise_and_(1).add_(relative, alpha=2).add_(2)
+        code.masked_fill_(relative == -1, 1).masked_fill_(exponent == 0, 0).clamp_(0, 7)
+        code.bitwise_or_((bits >> 12).bitwise_and_(8))
+        # Two codes side by side are one 32-bit word: the low half byte first.
+        pair = code.flatten(-2).view(torch.int32)
+        packed[rows] = (pair | pair >> 12).to(torch.uint8)
+    return packed
+
+
+def _reproduces(weight: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
+    """Per group (n, cols / 32): do these bytes decode to exactly these weights? Signed zeros count: bits, not values."""
+    again = mxfp4.unpack(packed, scale, weight.dtype, name=f"{name}.weight")
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return (again.view(bits) == weight.view(bits)).unflatten(-1, (-1, MXFP4_GROUP)).all(-1)
 
 
 @dataclass(frozen=True)
