@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 
+from ..ops.grouped_experts import grouped_experts
 from ..ops.router import route
 from .feed_forward import KimiMLP, gated_activation
 from .norms import KimiRMSNorm
@@ -82,6 +83,24 @@ class KimiExperts(nn.Module):
             y = nn.functional.linear(inner, self.down_proj[expert])
             out = out.index_add(0, token, y * top_k_weights[token, slot, None])
         return out.to(hidden_states.dtype)
+
+
+EXPERTS_IMPLEMENTATION = "kimi"
+
+
+def grouped_experts_forward(
+    experts: KimiExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`KimiExperts.forward` by our own operation: pairs sorted once, a token costs k experts, lean backward.
+
+    It is what the models use unless `experts_implementation=` names another ("eager" is the plain form).
+    """
+    return grouped_experts(
+        hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj, experts._apply_gate
+    )
+
+
+ExpertsInterface.register(EXPERTS_IMPLEMENTATION, grouped_experts_forward)
 
 
 class KimiSparseMoeBlock(nn.Module):

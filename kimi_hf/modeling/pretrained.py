@@ -13,6 +13,8 @@ from ..checkpoint.key_maps import own_key_maps
 from ..checkpoint.loading import check_before_loading
 from ..errors import CacheError
 from .cache import KimiCache
+from .decoder import DecoderLayer
+from .moe import EXPERTS_IMPLEMENTATION
 
 logger = logging.get_logger(__name__)
 _INDEX = "model.safetensors.index.json"
@@ -28,6 +30,9 @@ class KimiPreTrainedMixin:
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        return super().get_correct_experts_implementation(requested_experts or EXPERTS_IMPLEMENTATION)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args, **kwargs):
@@ -54,7 +59,11 @@ class KimiPreTrainedMixin:
                 allow_other_shapes=bool(kwargs.get("ignore_mismatched_sizes")),
             )
         with own_key_maps():
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+            if isinstance(module, DecoderLayer):
+                module.residual.freeze_unread(module)
+        return loaded
 
     @classmethod
     def _check_checkpoint(cls, folder: Path, config, *, variant: str | None, allow_other_shapes: bool) -> None:

@@ -7,7 +7,9 @@ from transformers.core_model_loading import PrefixChange
 
 from ..checkpoint.key_maps import own_key_maps
 from ..modeling.moe import KimiExperts
-from ..ops.mxfp4 import GROUP, pack, packed_matmul, unpack
+from ..ops.grouped_experts import grouped_experts
+from ..ops.mxfp4 import GROUP, pack, unpack
+from ..ops.mxfp4.packed import PackedWeight
 
 
 class KimiPackedExperts(nn.Module):
@@ -42,16 +44,14 @@ class KimiPackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (N, Z), experts (N, k), weights (N, k) fp32 -> (N, Z). Only experts that were chosen are unpacked."""
-        out = top_k_weights.new_zeros(hidden_states.shape)
-        for expert in torch.unique(top_k_index).tolist():
-            token, slot = torch.where(top_k_index == expert)
-            gate_up = packed_matmul(
-                hidden_states[token], self.gate_up_proj_packed[expert], self.gate_up_proj_scale[expert]
-            )
-            gate, up = gate_up.chunk(2, dim=-1)
-            y = packed_matmul(self.act(gate, up), self.down_proj_packed[expert], self.down_proj_scale[expert])
-            out = out.index_add(0, token, y * top_k_weights[token, slot, None])
-        return out.to(hidden_states.dtype)
+        gate_up = PackedWeight(self.gate_up_proj_packed, self.gate_up_proj_scale)
+        down = PackedWeight(self.down_proj_packed, self.down_proj_scale)
+        return grouped_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, self._apply_gate)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        """(..., 2F) -> (..., F)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act(gate, up)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts in MXFP4, {self.hidden_dim} -> {self.intermediate_dim}"
