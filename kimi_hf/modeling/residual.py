@@ -72,6 +72,9 @@ class SumResidual(nn.Module):
     def build(self, layer: nn.Module) -> None:
         """A sum has no parameters."""
 
+    def freeze_unread(self, layer: nn.Module) -> None:
+        """A sum has no parameters."""
+
     def read_mixer(self, layer: nn.Module, stream: Stream) -> tuple[Tensor, Stream]:
         return stream.prefix, stream
 
@@ -106,12 +109,18 @@ class BlockAttnRes(nn.Module):
         """Give the decoder layer its four depth parameters."""
         layer.self_attention_res_norm = DepthNorm(self.hidden_size)
         layer.self_attention_res_proj = DepthQuery(self.hidden_size, self.eps)
-        if self.is_first:
-            # Stored, but nothing is sealed yet when the first mixer reads: a gradient would never come.
-            layer.self_attention_res_norm.requires_grad_(False)
-            layer.self_attention_res_proj.requires_grad_(False)
         layer.mlp_res_norm = DepthNorm(self.hidden_size)
         layer.mlp_res_proj = DepthQuery(self.hidden_size, self.eps)
+        self.freeze_unread(layer)
+
+    def freeze_unread(self, layer: nn.Module) -> None:
+        """The first mixer's query is stored, but nothing is sealed yet when it reads: a gradient would never come.
+
+        Said again after loading, which makes every parameter anew.
+        """
+        if self.is_first:
+            layer.self_attention_res_norm.requires_grad_(False)
+            layer.self_attention_res_proj.requires_grad_(False)
 
     def read_mixer(self, layer: nn.Module, stream: Stream) -> tuple[Tensor, Stream]:
         hidden = layer.self_attention_res_proj(layer.self_attention_res_norm(), stream)
