@@ -12,6 +12,8 @@ from torch import Tensor
 WIDEST_ROW = 16384  # a row is held in registers
 MOST_SEALED_BLOCKS = 16  # one pointer each; Kimi K3 has 8
 WIDEST_HEAD = 256  # the state of a head is held in registers
+MOST_QUERIES = 16  # of latent attention; longer ones are cheaper in the direct form
+WIDEST_RANK = 512  # a sum of latents a head is held in registers
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,4 +42,35 @@ def heads(tensor: Tensor, *, head_dim: int, value_dim: int, **facts: object) -> 
     """For the recurrent mixers."""
     if max(head_dim, value_dim) > WIDEST_HEAD:
         return f"heads are {head_dim} x {value_dim}, the kernels hold {WIDEST_HEAD}"
+    return dtype(tensor)
+
+
+def decode(
+    tensor: Tensor, *, head_dim: int, value_dim: int, window: Tensor, state: Tensor, **facts: object
+) -> str | None:
+    """For the fused KDA step."""
+    if window.dtype != tensor.dtype or state.dtype != torch.float32:
+        return f"it wants a window of q's {tensor.dtype} and an fp32 state, not {window.dtype} and {state.dtype}"
+    return heads(tensor, head_dim=head_dim, value_dim=value_dim)
+
+
+def absorbed(
+    tensor: Tensor, *, form: str | None, need_weights: bool, rank: int, needs_grad: bool, **facts: object
+) -> str | None:
+    """For latent attention: the absorbed form, for short queries without gradients; tensor is q_nope [B, T, A, n]."""
+    if form == "direct" or need_weights:
+        return "the kernel computes the absorbed form, without the probabilities"
+    if needs_grad:
+        return "the kernel has no gradients; it is for decoding"
+    if tensor.shape[1] > MOST_QUERIES:
+        return f"there are {tensor.shape[1]} queries a row, the kernel is for up to {MOST_QUERIES}"
+    if rank > WIDEST_RANK:
+        return f"the latent has rank {rank}, the kernel holds {WIDEST_RANK}"
+    return dtype(tensor)
+
+
+def packed(tensor: Tensor, *, is_packed: bool, **facts: object) -> str | None:
+    """For products with MXFP4 matrices."""
+    if not is_packed:
+        return "the matrices are dense, torch's grouped product serves those"
     return dtype(tensor)

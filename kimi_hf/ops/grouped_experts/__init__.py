@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kimi_hf.errors import ShapeError
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.autocast import autocast_dtype, no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 from kimi_hf.ops.mxfp4.packed import PackedWeight
@@ -18,6 +18,7 @@ OPERATION = Operation(
     "grouped_experts",
     Backend("reference", "kimi_hf.ops.grouped_experts.reference", "grouped_experts_reference"),
     Backend("eager", "kimi_hf.ops.grouped_experts.eager", "grouped_experts_eager"),
+    Backend("triton", "kimi_hf.ops.grouped_experts.kernels", "grouped_experts_triton", kernel_limits.packed),
 )
 
 
@@ -62,5 +63,6 @@ def grouped_experts(
     if indices.is_floating_point():
         raise ShapeError(f"grouped_experts: indices is {indices.dtype}, expected int64 expert numbers")
     hidden = hidden.to(autocast_dtype(hidden))
+    is_packed = isinstance(gate_up_proj, PackedWeight) and isinstance(down_proj, PackedWeight)
     with no_autocast(hidden):
-        return OPERATION.pick(hidden, backend)(hidden, indices, weights, gate_up_proj, down_proj, act)
+        return OPERATION.pick(hidden, backend, is_packed=is_packed)(hidden, indices, weights, gate_up_proj, down_proj, act)

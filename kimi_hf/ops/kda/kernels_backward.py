@@ -28,9 +28,9 @@ from kimi_hf.ops.kda.kernels_common import (
     level_mask,
     load_feature,
     load_inverse,
-    segment_exponent,
     multiply,
     place,
+    segment_exponent,
     sequence_of,
 )
 from kimi_hf.ops.kda.kernels_forward import Chunks, Rule, Sizes, chunk_decay
@@ -486,7 +486,7 @@ def chunk_input_grad_kernel(
             else:
                 opening = tl.sigmoid(A * y)
                 dy = lower_bound * opening * (1.0 - opening) * A * dg
-                dlog = y * dy
+                dlog = tl.where(dy == 0.0, 0.0, y * dy)  # a gate shut by -inf
             tl.store(dg_ptr + at, dy.to(dg_ptr.dtype.element_ty), mask=inside)
             dbias = tl.sum(tl.where(inside, dy, 0.0), 0)
             at_bias = (wide(chunk) * H + h) * K + first + tl.arange(0, BK)

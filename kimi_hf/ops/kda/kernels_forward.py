@@ -31,9 +31,9 @@ from kimi_hf.ops.kda.kernels_common import (
     level_mask,
     load_feature,
     load_inverse,
-    segment_exponent,
     multiply,
     place,
+    segment_exponent,
     sequence_of,
 )
 from kimi_hf.ops.kernels_common import (

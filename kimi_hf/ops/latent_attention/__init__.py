@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_hf.errors import ShapeError
-from kimi_hf.ops import checks
+from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.autocast import autocast_dtype, no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
@@ -17,6 +17,7 @@ OPERATION = Operation(
     "latent_attention",
     Backend("reference", "kimi_hf.ops.latent_attention.reference", "latent_attention_reference"),
     Backend("eager", "kimi_hf.ops.latent_attention.eager", "latent_attention_eager"),
+    Backend("triton", "kimi_hf.ops.latent_attention.kernels", "latent_attention_triton", kernel_limits.absorbed),
 )
 
 
@@ -82,9 +83,11 @@ def latent_attention(
         _check_mask(mask, (batch, 1, queries, keys))
         mask = mask[(None,) * (4 - mask.dim())]
     dtype = autocast_dtype(q_nope)
-    tensors = (x.to(dtype) for x in (q_nope, q_rope, latent, k_rope, kv_b_weight.view(heads, -1, rank)))
+    tensors = [x.to(dtype) for x in (q_nope, q_rope, latent, k_rope, kv_b_weight.view(heads, -1, rank))]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    facts = {"form": form, "need_weights": need_weights, "rank": rank, "needs_grad": needs_grad}
     with no_autocast(q_nope):
-        return OPERATION.pick(q_nope, backend)(
+        return OPERATION.pick(tensors[0], backend, **facts)(
             *tensors, scale=scale, mask=mask, is_causal=is_causal, form=form, need_weights=need_weights
         )
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_hf.errors import CheckpointError, ShapeError
+from kimi_hf.ops import kernel_limits
 from kimi_hf.ops.autocast import autocast_dtype, no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
 
@@ -27,6 +28,7 @@ MATMUL = Operation(
     "mxfp4_matmul",
     Backend("reference", "kimi_hf.ops.mxfp4.reference", "packed_matmul_reference"),
     Backend("eager", "kimi_hf.ops.mxfp4.eager", "packed_matmul_eager"),
+    Backend("triton", "kimi_hf.ops.mxfp4.kernels", "packed_matmul_triton", kernel_limits.dtype),
 )
 
 
