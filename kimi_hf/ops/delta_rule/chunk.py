@@ -18,9 +18,12 @@ from kimi_hf.ops.delta_rule.tiles import Tile
 
 
 def forward_tile(tile: Tile, tokens: Tokens, S: Tensor, work: Work) -> Tensor:
-    """Advance S [lanes, K, V] in place over the tile; returns o [rounds, sequences, heads, C, V] (scratch memory)."""
+    """Advance S [lanes, K, V] in place over the tile; returns o [rounds, sequences, heads, C, V] (scratch memory).
+
+    Overwrites tokens.k.
+    """
     n, m, C, V = tile.rounds, tile.lanes, tile.chunk, S.shape[-1]
-    pairs = make_pairs(tokens, work)
+    pairs = make_pairs(tokens, work, consume=True)
     inverse = unit_lower_inverse(pairs.products[:, :, 0], tokens.beta, work)
     steps = _Steps(tile, tokens, pairs, inverse, V)
     o = work.get("o", n, m, C, V)
@@ -76,7 +79,7 @@ def backward_tile(tile: Tile, tokens: Tokens, S: Tensor, grad_o: Tensor, Z: Tens
     states, errors, writes = _replay(steps, S, work)
     # Row pairs as in `rows`: entry 0 belongs to the keys (the solve), entry 1 to the queries (the output).
     both = work.get("both", n, m, C, 2, V)
-    both[:, :, :, 1] = grad_o.reshape(n, m, C, V)
+    both.view(n, tile.sequences, tile.num_heads, C, 2, V)[..., 1, :] = grad_o
     grads = PairGradients(
         rows=work.get("grad_rows", n, m, 2 * C, K),
         cols=work.get("grad_cols", n, m, C, K),

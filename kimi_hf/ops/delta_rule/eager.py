@@ -88,7 +88,8 @@ def delta_rule_eager(
     if cu_seqlens is None and q.shape[1] <= STEPS_AT_MOST and not checks.needs_gradient(initial_state, *inputs):
         dtype = checks.compute_dtype(q.dtype)
         decay = None if g is None else g.to(dtype).exp()[..., None]
-        o, final = delta_steps(q.to(dtype) * scale, k.to(dtype), v, decay, beta.to(dtype), initial_state, inplace_state)
+        sides = torch.stack([k.to(dtype), q.to(dtype) * scale], 3)
+        o, final = delta_steps(sides, v, decay, beta.to(dtype), initial_state, inplace_state)
         return o, final if output_final_state or inplace_state else None
     keep = checks.needs_gradient(initial_state, *inputs)
     o, final, _ = _chunked(*inputs, initial_state, cu_seqlens, scale, keep)

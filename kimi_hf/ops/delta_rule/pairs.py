@@ -97,18 +97,20 @@ def unit_lower_inverse(strict: Tensor, beta: Tensor, work: Work) -> Tensor:
     return inverse.view(X, C, C)
 
 
-def make_pairs(tokens: Tokens, work: Work) -> Pairs:
-    """Everything the scan needs of a tile's tokens, whatever kind of decay they have."""
-    if tokens.per_channel:
-        return _channel_pairs(tokens, work)
-    return _head_pairs(tokens, work)
+def make_pairs(tokens: Tokens, work: Work, consume: bool = False) -> Pairs:
+    """Everything the scan needs of a tile's tokens, whatever kind of decay they have.
+
+    `consume`: tokens.k will not be read again, so `cols` may take its memory.
+    """
+    cols = tokens.k if consume else work.get("cols", *tokens.k.shape).copy_(tokens.k)
+    return _channel_pairs(tokens, cols, work) if tokens.per_channel else _head_pairs(tokens, cols, work)
 
 
-def _channel_pairs(tokens: Tokens, work: Work) -> Pairs:
+def _channel_pairs(tokens: Tokens, cols: Tensor, work: Work) -> Pairs:
     """A decay per channel: the products are formed block by block, while rows and cols take in their decay."""
     q, k, alpha = tokens.q, tokens.k, tokens.alpha
     X, C, K = k.shape
-    rows, cols = work.get("rows", X, C, 2, K), work.get("cols", X, C, K).copy_(k)
+    rows = work.get("rows", X, C, 2, K)
     products = work.get("products", X, C, 2, C).zero_()
     scratch = torch.mul(q, k, out=work.get("scratch", X, C, K))
     products[:, :, 1].diagonal(0, 1, 2).copy_(scratch.sum(-1))
@@ -119,7 +121,11 @@ def _channel_pairs(tokens: Tokens, work: Work) -> Pairs:
         count = C // (2 * half)
         second = rows.view(X * count, 2, 2 * half, K)[:, 1]  # k and q of the second halves, decayed from the middle
         first = cols.view(X * count, 2, half, K)[:, 0]  # k of the first halves, decayed to the middle
-        block = torch.bmm(second, first.transpose(1, 2), out=work.get("block", X * count, 2 * half, half))
+        block = work.get("block", X * count, 2 * half, half)
+        if half > 1:
+            torch.bmm(second, first.transpose(1, 2), out=block)
+        else:  # two times one product: cheaper as such
+            torch.sum(torch.mul(second, first, out=scratch.view(X * count, 2, K)), 2, keepdim=True, out=block)
         block_view(products, half).copy_(block.view(X, count, half, 2, half))
         totals = total.view(X * count, 2, 1, K)
         second.mul_(totals[:, 0])
@@ -129,11 +135,11 @@ def _channel_pairs(tokens: Tokens, work: Work) -> Pairs:
     return Pairs(rows, cols, total.view(X, K), products)
 
 
-def _head_pairs(tokens: Tokens, work: Work) -> Pairs:
+def _head_pairs(tokens: Tokens, cols: Tensor, work: Work) -> Pairs:
     """One decay for all channels: one product for the chunk, times the decay between its tokens."""
     q, k, alpha = tokens.q, tokens.k, tokens.alpha
     X, C, K = k.shape
-    rows, cols = work.get("rows", X, C, 2, K), work.get("cols", X, C, K).copy_(k)
+    rows = work.get("rows", X, C, 2, K)
     rows[:, :, 0].copy_(k)
     rows[:, :, 1].copy_(q)
     products = work.get("products", X, C, 2, C)

@@ -83,8 +83,7 @@ def _channel_backward(tokens: Tokens, pairs: Pairs, grads: PairGradients, work: 
         torch.mul(k2[:, 0], left, out=cols)
         block = work.get("grad_block", N, 2 * half, half)
         block.view(X, -1, half, 2, half).copy_(block_view(grads.products, half))
-        to_rows = torch.bmm(block, cols, out=work.get("to_rows", N, 2 * half, K)).view(N, half, 2, K)
-        to_cols = torch.bmm(block.transpose(1, 2), rows.view(N, 2 * half, K), out=work.get("to_cols", N, half, K))
+        to_rows, to_cols = _block_backward(block, rows, cols, work)
         grad_k2[:, 1].addcmul_(right, to_rows[:, :, 0])
         grad_q2[:, 1].addcmul_(right, to_rows[:, :, 1])
         grad_k2[:, 0].addcmul_(left, to_cols)
@@ -100,6 +99,19 @@ def _channel_backward(tokens: Tokens, pairs: Pairs, grads: PairGradients, work: 
     of_rows, of_cols = of_both[:, :, 0].add_(of_both[:, :, 1]).contiguous(), grads.cols.mul_(pairs.cols)
     of_rows[:, -1].addcmul_(pairs.total, grads.total)
     return grad_q, grad_k, spread_shares(of_rows, of_cols, shares)
+
+
+def _block_backward(block: Tensor, rows: Tensor, cols: Tensor, work: Work) -> tuple[Tensor, Tensor]:
+    """block [N, 2L, L] is the gradient of rows cols^T; returns the gradients of rows [N, L, 2, K] and cols [N, L, K]."""
+    N, half, _, K = rows.shape
+    to_rows, to_cols = work.get("to_rows", N, 2 * half, K), work.get("to_cols", N, half, K)
+    if half > 1:
+        torch.bmm(block, cols, out=to_rows)
+        torch.bmm(block.transpose(1, 2), rows.view(N, 2 * half, K), out=to_cols)
+    else:  # a matrix product with an inner dimension of one is slow
+        torch.mul(block, cols, out=to_rows)
+        torch.mul(rows[:, :, 0], block[:, :1], out=to_cols).addcmul_(rows[:, :, 1], block[:, 1:])
+    return to_rows.view(N, half, 2, K), to_cols
 
 
 def _head_backward(

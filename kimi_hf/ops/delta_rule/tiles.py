@@ -19,7 +19,7 @@ from torch import Tensor
 # the last-level cache, and the part a single step of the scan touches (a quarter) in the second level.
 TILE_ELEMENTS = 1 << 18
 SCAN_SHARE = 4
-LONGEST_CHUNK = 64
+LONGEST_CHUNK = 32
 
 
 class Span(NamedTuple):

@@ -8,6 +8,8 @@ from torch.nn.functional import softplus
 
 from kimi_hf.ops import checks
 
+EPS = 1e-6  # added to the sum of squares of q and k
+
 
 def kda_log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Tensor:
     """Log decay per channel and step, <= 0.
@@ -31,7 +33,7 @@ def kda_log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float 
     return lower_bound * torch.sigmoid(A * y)
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_normalize(x: Tensor, eps: float = EPS) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension, in fp32 (fp64 for fp64 x). Finite gradient at x = 0.
 
     Source: kimi_k3.md 3.3 (the eps is added to the sum, inside the root).

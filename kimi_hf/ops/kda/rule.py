@@ -12,8 +12,8 @@ from kimi_hf.ops import checks
 from kimi_hf.ops.delta_rule.chunk import TileGradients
 from kimi_hf.ops.delta_rule.pairs import Tokens, Work
 from kimi_hf.ops.delta_rule.tiles import Tile
+from kimi_hf.ops.kda.gate import EPS
 
-EPS = 1e-6  # added to the sum of squares of q and k
 LOG2_E = math.log2(math.e)  # exp2 is two to three times faster than exp on CPUs, and as exact
 
 
