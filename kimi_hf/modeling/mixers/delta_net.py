@@ -94,7 +94,7 @@ class DeltaNet(RecurrentMixer):
         o = o.flatten(2)
         if layout is not None:
             o = layout.unpack(o)
-        return o, window if keep else None, state if keep else None
+        return o, window, state if keep else None
 
     def finish(self, mixed: Tensor, hidden_states: Tensor) -> Tensor:
         gate = None if self.g_proj is None else self.g_proj(hidden_states)

@@ -10,7 +10,7 @@ from ...ops.kda import kda
 from ..cache import TokenInputs, recurrent_layer
 from ..norms import KimiGatedRMSNorm
 from ..sequence import MaskInfo, PaddedRows, SequenceLayout
-from .short_convolution import ShortConvolution
+from .short_convolution import ShortConvolution, convolve
 
 
 class KimiDeltaAttention(nn.Module):
@@ -102,15 +102,9 @@ class KimiDeltaAttention(nn.Module):
             raw = [layout.pack(x) for x in raw]
             raw[3], raw[4] = layout.shut(raw[3]), layout.shut(raw[4])
             cu_seqlens = layout.cu_seqlens
-        ragged = isinstance(layout, PaddedRows)
-        windows = (None, None, None) if window is None else window.chunk(3, dim=1)
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        mixed, kept = [], []
-        for conv, x, before in zip(convs, raw[:3], windows, strict=True):
-            y, after = conv(x, before, cu_seqlens, keep and not ragged)
-            mixed.append(y.unflatten(-1, (self.num_heads, self.head_dim)))
-            kept.append(layout.last_inputs(before, x, self.conv_size) if keep and ragged else after)
-        q, k, v = mixed
+        mixed, window = convolve(convs, raw[:3], window, layout, keep)
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in mixed)
         o, state = kda(
             q,
             k,
@@ -128,4 +122,4 @@ class KimiDeltaAttention(nn.Module):
         o = o.flatten(2)
         if layout is not None:
             o = layout.unpack(o)
-        return o, torch.cat(kept, dim=1) if keep else None, state if keep else None
+        return o, window, state if keep else None
