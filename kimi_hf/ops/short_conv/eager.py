@@ -1,4 +1,4 @@
-"""The short convolution in plain PyTorch: W shifted multiply-adds over whole rows instead of a window per token."""
+"""The short convolution in plain PyTorch: W shifted multiply-adds over blocks of time, and a hand-written backward."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kimi_hf.ops import checks
+from kimi_hf.ops.autocast import no_autocast
+from kimi_hf.ops.blocks import blocks
 
 
 def short_conv_eager(
@@ -26,21 +28,11 @@ def short_conv_eager(
         before = x.new_zeros(x.shape[0], width, x.shape[2])
     else:
         before = initial_state.transpose(1, 2).to(x.dtype)
-    history = torch.cat([before, x], dim=1)  # [B, W + T, C]
-    y = _convolve(history[:, 1:], weight, activation).to(x.dtype)
-    return y, history[:, -width:].transpose(1, 2) if output_final_state else None
-
-
-def _convolve(history: Tensor, weight: Tensor, activation: str | None) -> Tensor:
-    """history [B, W-1 + T, C] -> [B, T, C] in the compute dtype."""
-    dtype = checks.compute_dtype(history.dtype)
-    width = weight.shape[1]
-    tokens = history.shape[1] - width + 1
-    taps = weight.to(dtype).unbind(1)  # W times [C]
-    y = history[:, :tokens].to(dtype) * taps[0]
-    for j in range(1, width):
-        y = torch.addcmul(y, history[:, j : j + tokens].to(dtype), taps[j])
-    return silu(y) if activation == "silu" else y
+    y = _convolve(x, before[:, 1:], weight, activation)
+    if not output_final_state:
+        return y, None
+    tail = x[:, -width:] if x.shape[1] >= width else torch.cat([before[:, x.shape[1] :], x], 1)
+    return y, tail.transpose(1, 2)
 
 
 def _packed(
@@ -63,8 +55,82 @@ def _packed(
     if initial_state is not None:
         before = initial_state.transpose(1, 2).to(x.dtype).reshape(-1, channels)
         history = history.index_copy(0, window.reshape(-1), before)
-    y = _convolve(history[None], weight, activation)[0].index_select(0, slots - width + 1).to(x.dtype)[None]
+    spread = _convolve(history[None], x.new_zeros(1, width - 1, channels), weight, activation)
+    y = spread[0].index_select(0, slots)[None]
     if not output_final_state:
         return y, None
     last = (window + lengths[:, None]).reshape(-1)  # the last W slots of each sequence reach back into its window
     return y, history.index_select(0, last).view(sequences, width, channels).transpose(1, 2)
+
+
+def _convolve(x: Tensor, before: Tensor, weight: Tensor, activation: str | None) -> Tensor:
+    """x [B, T, C] after before [B, W-1, C] -> [B, T, C] in x.dtype."""
+    if torch.compiler.is_compiling():  # a compiler fuses the plain sum, and its gradient, by itself
+        dtype = checks.compute_dtype(x.dtype)
+        y = _shifted_sum(torch.cat([before, x], 1).to(dtype), weight.to(dtype), x.shape[1])
+        return (silu(y) if activation == "silu" else y).to(x.dtype)
+    return _Convolution.apply(x, before, weight, activation)
+
+
+class _Convolution(torch.autograd.Function):
+    """Keeps its inputs; the values before the activation are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, before: Tensor, weight: Tensor, activation: str | None) -> Tensor:
+        ctx.save_for_backward(x, before, weight)
+        ctx.activation = activation
+        taps = weight.to(checks.compute_dtype(x.dtype))
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for start, stop in blocks(x.shape[1], x.shape[0] * x.shape[2], least=weight.shape[1]):
+            out = _shifted_sum(_history(x, before, start, stop, taps.dtype), taps, stop - start)
+            y[:, start:stop] = silu(out, inplace=True) if activation == "silu" else out
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, before, weight = ctx.saved_tensors
+        B, T, C = x.shape
+        width, taps = weight.shape[1], weight.to(checks.compute_dtype(x.dtype))
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        grad_taps = torch.zeros_like(taps)
+        flipped = taps.flip(1)
+        later = taps.new_zeros(B, width - 1, C)  # gradients, before the activation, of the W-1 tokens after the block
+        with no_autocast(x):
+            for start, stop in reversed(list(blocks(T, B * C, least=width))):
+                history = _history(x, before, start, stop, taps.dtype)
+                upstream = grad[:, start:stop].to(taps.dtype)
+                if ctx.activation == "silu":
+                    upstream = upstream * _silu_slope(_shifted_sum(history, taps, stop - start))
+                for j in range(width):
+                    grad_taps[:, j] += (history[:, j : j + stop - start] * upstream).sum((0, 1))
+                # Token t feeds the outputs t .. t + W - 1: the same sum with the taps reversed, looking forward.
+                extended = torch.cat([upstream, later], 1)
+                grad_x[:, start:stop] = _shifted_sum(extended, flipped, stop - start)
+                later = extended[:, : width - 1]
+        # The window before the first token: its last slots feed the first W - 1 outputs.
+        padded = torch.cat([later.new_zeros(B, width - 1, C), later], 1)
+        grad_before = _shifted_sum(padded, flipped, width - 1).to(before.dtype)
+        return grad_x, grad_before, grad_taps.to(weight.dtype), None
+
+
+def _history(x: Tensor, before: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Tokens start - W + 1 .. stop - 1, [B, W-1 + stop - start, C], reaching into `before` at the start."""
+    reach = before.shape[1]
+    if start >= reach:
+        return x[:, start - reach : stop].to(dtype)
+    return torch.cat([before[:, start:], x[:, :stop]], 1).to(dtype)
+
+
+def _shifted_sum(history: Tensor, taps: Tensor, tokens: int) -> Tensor:
+    """sum_j taps[:, j] * history[:, j : j + tokens]: history [B, W-1 + tokens, C], taps [C, W]."""
+    y = history[:, :tokens] * taps[:, 0]
+    for j in range(1, taps.shape[1]):
+        y.addcmul_(history[:, j : j + tokens], taps[:, j])
+    return y
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    """d silu(x) / dx = s + x s (1 - s) with s = sigmoid(x)."""
+    sigmoid = torch.sigmoid(x)
+    return torch.addcmul(sigmoid, sigmoid, sigmoid, value=-1).mul_(x).add_(sigmoid)
