@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -81,12 +84,33 @@ def write_geometry(config: Mapping[str, Any], out: Path, count: int = SHARDS) ->
     return len(specs), total
 
 
-def measure(arguments: Sequence[str]) -> tuple[int, float, float]:
-    """Run `kimi-hf` with `arguments`: exit status, seconds, peak resident GB."""
+class Cost(NamedTuple):
+    """What a command took: exit status (-N if signal N ended it), wall and CPU seconds, peak resident GB."""
+
+    status: int
+    seconds: float
+    cpu: float
+    peak: float
+
+
+def measure(arguments: Sequence[str], kill_after: float | None = None) -> Cost:
+    """Run `kimi-hf` with `arguments`, and with `kill_after` end it by SIGKILL after so many seconds."""
     start = time.perf_counter()
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", CLI, *arguments], os.environ)
+    timer = threading.Timer(kill_after or 0, os.kill, (child, signal.SIGKILL))
+    if kill_after is not None:
+        timer.start()
     _, status, usage = os.wait4(child, 0)
-    return os.waitstatus_to_exitcode(status), time.perf_counter() - start, usage.ru_maxrss / 1e6
+    timer.cancel()
+    cpu = usage.ru_utime + usage.ru_stime
+    return Cost(os.waitstatus_to_exitcode(status), time.perf_counter() - start, cpu, usage.ru_maxrss / 1e6)
+
+
+def table(rows: Sequence[tuple[str, Cost]]) -> str:
+    lines = [f"{'step':<24} {'exit':>4} {'seconds':>8} {'cpu s':>8} {'peak GB':>8}"]
+    for name, cost in rows:
+        lines.append(f"{name:<24} {cost.status:>4} {cost.seconds:>8.1f} {cost.cpu:>8.1f} {cost.peak:>8.2f}")
+    return "\n".join(lines)
 
 
 def disk_usage(folder: Path) -> int:
@@ -109,21 +133,20 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     check_sparse(args.out)
     folder, cut = args.out / "kimi-k3", args.out / "kimi-k3-layers-0-3"
-    start = time.perf_counter()
     try:
+        start, cpu = time.perf_counter(), time.process_time()
         tensors, total = write_geometry(config, folder)
-        rows = [("write", 0, time.perf_counter() - start, 0.0)]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        rows = [("write", Cost(0, time.perf_counter() - start, time.process_time() - cpu, peak))]
         print(f"{tensors:,} tensors, {total:,} bytes apparent, {disk_usage(folder) / 1e6:.0f} MB on disk")
         if not args.write_only:
-            rows.append(("info", *measure(["info", str(folder)])))
-            rows.append(("verify", *measure(["verify", str(folder)])))
-            rows.append(("slice --layers 0-3", *measure(["slice", str(folder), str(cut), "--layers", "0-3"])))
-            rows.append(("verify slice", *measure(["verify", str(cut)])))
+            rows.append(("info", measure(["info", str(folder)])))
+            rows.append(("verify", measure(["verify", str(folder)])))
+            rows.append(("slice --layers 0-3", measure(["slice", str(folder), str(cut), "--layers", "0-3"])))
+            rows.append(("verify the slice", measure(["verify", str(cut)])))
             print(f"the slice takes {disk_usage(cut) / 1e6:.0f} MB on disk")
-        print(f"\n{'step':<22} {'exit':>4} {'seconds':>8} {'peak GB':>8}")
-        for name, status, seconds, peak in rows:
-            print(f"{name:<22} {status:>4} {seconds:>8.1f} {peak:>8.2f}")
-        return max(status for _, status, _, _ in rows)
+        print(f"\n{table(rows)}")
+        return max(cost.status for _, cost in rows)
     finally:
         if not (args.keep or args.write_only):
             shutil.rmtree(folder, ignore_errors=True)

@@ -159,18 +159,22 @@ class Packed:
 def pack_rows(matrix: Matrix, scale: ByteRange | None, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [begin, end) in MXFP4: packed (n, cols / 2) and scale (n, cols / 32), both U8."""
     weight = matrix.dense_rows(begin, end, matrix.dtype)
+    groups = matrix.cols // MXFP4_GROUP
+    stored = None
+    if scale is not None:
+        stored = as_tensor(scale.read(begin * groups, (end - begin) * groups), "U8", (end - begin, groups))
+        if weight.dtype == torch.bfloat16:
+            kept = exact_codes(weight, stored)
+            if torch.equal(*_bits(weight, kept, stored, matrix.name)):
+                return kept, stored
     if not bool(torch.isfinite(weight).all()):
         raise CheckpointError(f"{matrix.name} holds infinities or NaN in rows {begin} to {end - 1}; cannot be packed")
-    if scale is None:
-        return mxfp4.pack(weight)
-    groups = matrix.cols // MXFP4_GROUP
-    stored = as_tensor(scale.read(begin * groups, (end - begin) * groups), "U8", (end - begin, groups))
-    kept = exact_codes(weight, stored) if weight.dtype == torch.bfloat16 else mxfp4.pack(weight, scale=stored)[0]
-    same = _reproduces(weight, kept, stored, matrix.name)
-    if bool(same.all()):
-        return kept, stored
-    kept, packed, fresh = mxfp4.pack(weight, scale=stored)[0], *mxfp4.pack(weight)
-    same = _reproduces(weight, kept, stored, matrix.name)
+    packed, fresh = mxfp4.pack(weight)
+    if stored is None:
+        return packed, fresh
+    kept, _ = mxfp4.pack(weight, scale=stored)
+    again, before = _bits(weight, kept, stored, matrix.name)
+    same = (again == before).unflatten(-1, (groups, MXFP4_GROUP)).all(-1)
     codes = torch.where(same.repeat_interleave(MXFP4_GROUP // 2, -1), kept, packed)
     return codes, torch.where(same, stored, fresh)
 
@@ -197,11 +201,11 @@ def exact_codes(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _reproduces(weight: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
-    """Per group (n, cols / 32): do these bytes decode to exactly these weights? Signed zeros count: bits, not values."""
+def _bits(weight: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, name: str) -> tuple[torch.Tensor, ...]:
+    """What the packed bytes decode to, and the weights, both as integers: signed zeros count."""
     again = mxfp4.unpack(packed, scale, weight.dtype, name=f"{name}.weight")
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
-    return (again.view(bits) == weight.view(bits)).unflatten(-1, (-1, MXFP4_GROUP)).all(-1)
+    return again.view(bits), weight.view(bits)
 
 
 @dataclass(frozen=True)
