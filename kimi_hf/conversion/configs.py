@@ -175,13 +175,13 @@ def vocabulary_config(config: Mapping[str, Any], rows: Sequence[int | None]) -> 
 
 
 def side_files(folder: Path, skip: Sequence[str] = ()) -> dict[str, Path]:
-    """Tokenizer, processor, code and other small files of a checkpoint folder, to be copied along."""
+    """Tokenizer, processor, code, licence and other small files of a checkpoint folder, to be copied along."""
     endings = {".json", ".py", ".model", ".txt", ".jinja", ".md", ".tiktoken"}
     return {
         path.name: path
         for path in sorted(folder.iterdir())
         if path.is_file()
-        and path.suffix in endings
+        and (path.suffix in endings or path.name.startswith(("LICENSE", "NOTICE")))
         and path.name != "config.json"
         and not path.name.endswith(".index.json")
         and path.name not in skip

@@ -91,6 +91,11 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
+def is_kimi(config: Mapping[str, Any]) -> bool:
+    """Whether the config is of a model whose layout this package knows (an absent model_type is given the benefit)."""
+    return config.get("model_type") in ("kimi_k3", "kimi_linear", None)
+
+
 def is_packed(config: Mapping[str, Any]) -> bool:
     """Whether the config says that routed experts are MXFP4."""
     section = quantization_section(config)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kimi_hf.conversion.check import expert_layout, find_problems
-from kimi_hf.conversion.geometry import TextGeometry, load_config
+from kimi_hf.conversion.geometry import TextGeometry, is_kimi, load_config
 from kimi_hf.conversion.layout import is_vision, part_of
 from kimi_hf.conversion.shards import Checkpoint, open_checkpoint
 
@@ -47,6 +47,12 @@ def describe_folder(folder: str | Path) -> list[str]:
     """
     checkpoint = open_checkpoint(folder)
     config = load_config(checkpoint.folder)
+    if not is_kimi(config):
+        count = sum(math.prod(entry.shape) for entry in checkpoint.entries.values())
+        return [
+            f"{config['model_type']}: {len(checkpoint.headers)} files, {len(checkpoint)} tensors, {count:,} parameters, "
+            f"{checkpoint.nbytes:,} bytes"
+        ]
     text = TextGeometry.from_config(config)
     parts = stored_parts(checkpoint, text)
     total = PartSize(len(checkpoint), sum(p.parameters for p in parts.values()), checkpoint.nbytes)

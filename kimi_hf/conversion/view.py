@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_hf.conversion.check import expert_layout, text_prefix
-from kimi_hf.conversion.geometry import TextGeometry, load_config
+from kimi_hf.conversion.geometry import TextGeometry, is_kimi, load_config
 from kimi_hf.conversion.layout import DTYPE_BYTES, is_vision
 from kimi_hf.conversion.recipes import ByteRange, Matrix
 from kimi_hf.conversion.shards import Checkpoint, TensorEntry, open_checkpoint
@@ -39,9 +39,18 @@ class CheckpointView:
 
     @classmethod
     def open(cls, folder: str | Path, allow_absent: bool = False) -> CheckpointView:
-        """Open a checkpoint folder with its config.json; see `open_checkpoint`."""
+        """Open a checkpoint folder with its config.json; see `open_checkpoint`.
+
+        Raises: CheckpointError for a damaged folder, or one of another kind of model.
+        """
         checkpoint = open_checkpoint(folder, allow_absent)
-        return cls(checkpoint, load_config(checkpoint.folder))
+        config = load_config(checkpoint.folder)
+        if not is_kimi(config):
+            raise CheckpointError(
+                f"{checkpoint.folder}: model_type is {config.get('model_type')!r}; expected kimi_k3 or kimi_linear "
+                f"(GPT-2 layouts are converted with --to gpt2, nanogpt or ladder)"
+            )
+        return cls(checkpoint, config)
 
     def canonical(self, name: str) -> str:
         """A stored name without prefix, with `model.`."""

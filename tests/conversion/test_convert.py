@@ -172,13 +172,18 @@ def test_re_export_without_inner_model_is_repaired(goldens, tmp_path):
 
 def test_side_files_and_shard_size(release, tmp_path):
     source = copy_checkpoint(release, tmp_path / "source")
-    for name in ("tiktoken.model", "modeling_kimi_k3.py", "tokenizer_config.json"):
+    for name in ("tiktoken.model", "modeling_kimi_k3.py", "tokenizer_config.json", "LICENSE"):
         (source / name).write_text(name)
     (source / "optimizer.pt").write_text("no")
     out = tmp_path / "out"
     assert command(convert_module, source, out, "--to", "fused", "--max-shard-size", "0.2MB", "--no-verify") == 0
     names = {path.name for path in out.iterdir()}
-    assert {"tiktoken.model", "modeling_kimi_k3.py", "tokenizer_config.json"} <= names and "optimizer.pt" not in names
+    assert {
+        "tiktoken.model",
+        "modeling_kimi_k3.py",
+        "tokenizer_config.json",
+        "LICENSE",
+    } <= names and "optimizer.pt" not in names
     assert len([name for name in names if name.endswith(".safetensors")]) > 4
     assert hashes(convert(out, tmp_path / "back", "released")).items() >= hashes(release).items()
 
@@ -253,6 +258,11 @@ def test_disk_error_during_reading_is_told(release, tmp_path, monkeypatch):
 def test_unknown_target(release, tmp_path):
     with pytest.raises(ConfigError, match="expected one of packed, bf16"):
         convert(release, tmp_path / "out", "int3")
+
+
+def test_other_models_are_refused(goldens, tmp_path):
+    with pytest.raises(CheckpointError, match="model_type is 'gpt2'; expected kimi_k3 or kimi_linear"):
+        convert(goldens("gpt2_tiny/config.json").parent, tmp_path / "out", "fused")
 
 
 def test_sizes():

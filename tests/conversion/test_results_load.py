@@ -7,10 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kimi_hf  # noqa: F401
+from kimi_hf.conversion.check import check_checkpoint
 from kimi_hf.conversion.convert import convert
+from kimi_hf.conversion.geometry import load_config
 from kimi_hf.conversion.make_tiny import make_tiny, shrink_config
 from kimi_hf.conversion.merge_lora import merge_lora
 from kimi_hf.conversion.slice import slice_checkpoint
+from kimi_hf.conversion.verify import compare
 
 from .helpers import read_all
 from .test_merge_lora import ROOT, pair, write_adapter
@@ -70,9 +73,12 @@ def test_merged_adapter_changes_what_it_should(goldens, tmp_path):
     torch.testing.assert_close(logits(out), expected, atol=1e-4, rtol=0)
 
 
-def test_saved_models_are_the_released_layout(goldens, tmp_path):
-    """What `save_pretrained` writes passes the same header check and holds the same tensors as the source."""
-    source = goldens("kimi_linear_tiny/config.json").parent
-    AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).save_pretrained(tmp_path / "saved")
+@pytest.mark.parametrize("case", ["kimi_linear_tiny", "k3_release_tiny"])
+def test_saved_models_are_the_released_layout(goldens, tmp_path, case):
+    """What `save_pretrained` writes passes the strict header check and holds the same tensors as the source."""
+    source = goldens(f"{case}/config.json").parent
+    AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(tmp_path / "saved")
+    check_checkpoint(tmp_path / "saved", load_config(source), strict_dtypes=True)
     before, after = read_all(source), read_all(tmp_path / "saved")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert not compare(source, tmp_path / "saved").count

@@ -138,6 +138,8 @@ def test_info(release, goldens, capsys):
     assert "kimi_k3: 5 layers (3 KDA, 2 MLA)" in printed and "names, shapes and dtypes match" in printed
     text = describe_folder(goldens("k3_text_tiny/config.json").parent)
     assert any("only the text model loads" in line for line in text)
+    (other,) = describe_folder(goldens("gpt2_tiny/config.json").parent)
+    assert other == "gpt2: 1 files, 40 tensors, 95,280 parameters, 381,120 bytes"
 
 
 @pytest.mark.parametrize("name", ["kimi_k3_config.json", "kimi_linear_48b_config.json"])
