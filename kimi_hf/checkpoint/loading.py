@@ -8,7 +8,12 @@ from transformers.utils import logging
 from ..errors import CheckpointError
 
 logger = logging.get_logger(__name__)
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+# A checkpoint may lack a whole part (no tower, no head), but a part of which something is there must be there whole.
+_PARTS = {
+    "vision tower": re.compile(r"\bvision_tower\."),
+    "projector": re.compile(r"\bmm_projector\."),
+    "decoder": re.compile(r"\b(?:layers\.\d+\.|norm\.weight|output_attn_res_)"),
+}
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 SHOWN = 8
 
@@ -18,9 +23,9 @@ def check_before_loading(
 ) -> None:
     """Raise if the checkpoint in `folder` is damaged or does not fit; a repository name or other formats pass through.
 
-    Tensors missing from a layer that is otherwise there are an error, since a model with random weights in its middle
-    is of no use. A missing head or embedding, or an empty checkpoint, is left to transformers, which initialises them
-    and reports it.
+    Tensors missing from a decoder, tower or projector that is otherwise there are an error, since a model with random
+    weights in its middle is of no use. A missing head or embedding, a whole missing tower, or an empty checkpoint, is
+    left to transformers, which initialises them and reports it.
 
     Args:
         config: the model's configuration, or its class to read it from the folder.
@@ -40,9 +45,11 @@ def check_before_loading(
             return
         _check_format(checkpoint, config)
         problems = find_problems(checkpoint, config, vision=vision, head=False)
-        present = {found[1] for found in map(_LAYER.search, checkpoint.entries) if found}
-        torn = [line for line in problems.missing if (found := _LAYER.search(line)) and found[1] in present]
+        present = {_part(name) for name in checkpoint.entries} - {None}
+        torn = [line for line in problems.missing if _part(line) in present]
         fatal = torn + problems.dtypes + ([] if allow_other_shapes else problems.shapes)
+        if torn:
+            fatal += problems.unexpected  # a tensor under a damaged name is one of these
         if fatal:
             more = [f"... and {len(fatal) - SHOWN} more"] if len(fatal) > SHOWN else []
             raise CheckpointError(
@@ -51,6 +58,11 @@ def check_before_loading(
                 + "\nfetch the named shards again, or correct config.json"
             )
         check_decay_tails(checkpoint, config)
+
+
+def _part(name: str) -> str | None:
+    """The part of a model that a tensor belongs to; None for embedding and head, which may be absent alone."""
+    return next((part for part, pattern in _PARTS.items() if pattern.search(name)), None)
 
 
 def _check_format(checkpoint, config) -> None:
