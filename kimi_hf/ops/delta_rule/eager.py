@@ -9,7 +9,7 @@ from kimi_hf.ops import checks
 from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.delta_rule.chunked import chunked_backward, chunked_forward, forward_outputs
 from kimi_hf.ops.delta_rule.rule import DeltaRule
-from kimi_hf.ops.delta_rule.steps import STEPS_AT_MOST, delta_steps
+from kimi_hf.ops.delta_rule.steps import delta_steps, steps_serve
 from kimi_hf.ops.registered import registered
 
 
@@ -85,7 +85,7 @@ def delta_rule_eager(
 ) -> tuple[Tensor, Tensor | None]:
     """See `kimi_hf.ops.delta_rule.delta_rule`."""
     inputs = (q, k, v, beta, g)
-    if cu_seqlens is None and q.shape[1] <= STEPS_AT_MOST and not checks.needs_gradient(initial_state, *inputs):
+    if steps_serve(q.shape[1], cu_seqlens, initial_state, *inputs):
         dtype = checks.compute_dtype(q.dtype)
         decay = None if g is None else g.to(dtype).exp()[..., None]
         sides = torch.stack([k.to(dtype), q.to(dtype) * scale], 3)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kimi_hf.ops import checks
 from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.delta_rule.chunked import chunked_backward, chunked_forward, forward_outputs
-from kimi_hf.ops.delta_rule.steps import STEPS_AT_MOST, delta_steps
+from kimi_hf.ops.delta_rule.steps import delta_steps, steps_serve
 from kimi_hf.ops.kda.gate import EPS, kda_log_decay
 from kimi_hf.ops.kda.rule import KdaRule
 from kimi_hf.ops.registered import registered
@@ -85,7 +85,7 @@ def kda_eager(
 ) -> tuple[Tensor, Tensor | None]:
     """See `kimi_hf.ops.kda.kda`."""
     inputs = (q, k, v, g, beta, A_log, dt_bias)
-    if cu_seqlens is None and q.shape[1] <= STEPS_AT_MOST and not checks.needs_gradient(initial_state, *inputs):
+    if steps_serve(q.shape[1], cu_seqlens, initial_state, *inputs):
         # Everything small is done for key and query at once: at one token the calls themselves are what takes time.
         dtype = checks.compute_dtype(q.dtype)
         sides = torch.stack([k, q], 3).to(dtype)

@@ -14,10 +14,9 @@ from kimi_hf.ops import checks
 from kimi_hf.ops.autocast import no_autocast
 from kimi_hf.ops.delta_rule.chunked import forward_outputs
 from kimi_hf.ops.delta_rule.pairs import Work
+from kimi_hf.ops.delta_rule.steps import steps_serve
 from kimi_hf.ops.delta_rule.tiles import Group, Tile, chunk_length, plan, spans_of
 from kimi_hf.ops.registered import registered
-
-STEPS_AT_MOST = 4  # without gradients, so few tokens are stepped through
 
 
 def linear_attention_eager(
@@ -33,7 +32,7 @@ def linear_attention_eager(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """See `kimi_hf.ops.linear_attention.linear_attention`."""
     state = () if initial_state is None else initial_state
-    if cu_seqlens is None and q.shape[1] <= STEPS_AT_MOST and not checks.needs_gradient(q, k, v, *state):
+    if steps_serve(q.shape[1], cu_seqlens, q, k, v, *state):
         o, final = _steps(q, k, v, normalize, initial_state, inplace_state)
         return o, final if output_final_state or inplace_state else None
     joined = None if initial_state is None else torch.cat([state[0], state[1].unsqueeze(-1)], -1)
