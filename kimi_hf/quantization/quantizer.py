@@ -1,6 +1,7 @@
 """The quantizer that transformers calls for checkpoints whose experts are in MXFP4."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -9,8 +10,22 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..errors import CheckpointError, ConfigError
 from ..modeling.moe import KimiExperts
-from ..ops.mxfp4 import check_scale, unpack
+from ..ops.mxfp4 import unpack
 from .packed_experts import KimiPackedExperts, dequantize, modules_of, remember_rules
+
+NAN_SCALE = 255
+
+
+def _refuse_nan_scales(model, name: str) -> NoReturn:
+    """Raise for a scale that is NaN, by the tensor and file that hold it if the folder is still there, else by `name`."""
+    from ..conversion.check import check_scales
+    from ..conversion.shards import open_checkpoint
+
+    folder = Path(model.config.name_or_path)
+    if folder.is_dir():
+        with open_checkpoint(folder) as checkpoint:
+            check_scales(checkpoint)
+    raise CheckpointError(f"{name} holds an MXFP4 scale of 255, which is NaN in E8M0; fetch the checkpoint again")
 
 
 class UnpackExperts(ConversionOps):
@@ -21,15 +36,19 @@ class UnpackExperts(ConversionOps):
 
     @torch.no_grad
     def convert(self, input_dict: dict[str, Any], **kwargs) -> dict[str, Any]:
-        dtype = getattr(kwargs.get("model"), "dtype", None) or torch.bfloat16
+        model = kwargs.get("model")
+        dtype = getattr(model, "dtype", None) or torch.bfloat16
         output = {}
         for pattern in [pattern for pattern in input_dict if pattern.endswith("weight_packed")]:
             scales = input_dict.get(pattern.removesuffix("packed") + "scale", [])
             codes = input_dict[pattern]
             if len(scales) != len(codes):
                 raise CheckpointError(f"{pattern}: {len(codes)} packed tensors but {len(scales)} scales")
-            name = pattern.removesuffix("_packed")
-            output[pattern] = [unpack(c, s, dtype, name=name) for c, s in zip(codes, scales, strict=True)]
+            # An error raised here would end in transformers' loading report, so it waits until the load is through.
+            if model is not None and any(bool((scale == NAN_SCALE).any()) for scale in scales):
+                model.__dict__["_nan_scale"] = kwargs.get("full_layer_name") or pattern
+            pairs = zip(codes, scales, strict=True)
+            output[pattern] = [unpack(c, s, dtype, name=pattern, check=False) for c, s in pairs]
         return output or input_dict
 
 
@@ -54,14 +73,16 @@ class KimiMxfp4Quantizer(HfQuantizer):
             model.set_submodule(name, KimiPackedExperts.shaped_like(experts, model.config.get_text_config()))
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if "_nan_scale" in model.__dict__:
+            _refuse_nan_scales(model, model.__dict__.pop("_nan_scale"))
         if self.quantization_config.dequantize:
             remember_rules(model)
             return model
         for name, packed in modules_of(model, KimiPackedExperts):
             for which in ("gate_up_proj_scale", "down_proj_scale"):
                 scale: Tensor = getattr(packed, which)
-                if not scale.is_meta:
-                    check_scale(scale, f"{name}.{which.removesuffix('_scale')}")
+                if not scale.is_meta and bool((scale == NAN_SCALE).any()):
+                    _refuse_nan_scales(model, f"{name}.{which}")
         return model
 
     def _dequantize(self, model, dtype=None):

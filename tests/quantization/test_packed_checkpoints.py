@@ -72,15 +72,22 @@ def test_resident_experts_take_half_a_byte_a_weight_and_are_frozen():
         assert all(p.dtype == torch.uint8 and not p.requires_grad for p in held)
 
 
-def test_only_chosen_experts_are_unpacked(monkeypatch):
-    from kimi_hf.quantization import packed_experts
-
-    touched = []
-    original = packed_experts.packed_matmul
-    monkeypatch.setattr(packed_experts, "packed_matmul", lambda *a, **k: touched.append(1) or original(*a, **k))
-    model = golden_model(K3_PACKED)
-    model(torch.tensor([[7]]))
-    assert 0 < len(touched) <= 12 * 2 * model.config.num_experts_per_token
+def test_only_chosen_experts_are_read():
+    """One token, with every expert it does not choose made NaN."""
+    ids = torch.tensor([[7]])
+    expected = golden_model(K3_PACKED)(ids).logits
+    chosen = {}
+    model = fresh_model(K3_PACKED).requires_grad_(False)
+    for i, layer in enumerate(model.model.layers[1:], start=1):
+        gate = layer.block_sparse_moe.gate
+        gate.register_forward_hook(lambda _, __, out, i=i: chosen.__setitem__(i, out[2].flatten().tolist()))
+    model(ids)
+    for i, used in chosen.items():
+        experts = model.model.layers[i].block_sparse_moe.experts
+        spared = [e for e in range(experts.num_experts) if e not in used]
+        assert len(spared) == experts.num_experts - model.config.num_experts_per_token
+        experts.gate_up_proj_scale[spared] = experts.down_proj_scale[spared] = 255
+    assert torch.equal(model(ids).logits, expected)
 
 
 def _files(folder):
@@ -193,7 +200,7 @@ def test_a_nan_scale_is_refused_by_name(tmp_path):
 
     folder = _copy_with(fixture_path(K3_PACKED), tmp_path, change_tensors=damage)
     for kwargs in ({}, EXPANDED):
-        with pytest.raises(CheckpointError, match=r"layers\.2\..*(w2|down_proj)"):
+        with pytest.raises(CheckpointError, match=rf"{EXPERT}\.weight_scale in model\.safetensors: .*row 3, group 0"):
             fresh_model(folder, **kwargs)
 
 
