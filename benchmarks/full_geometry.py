@@ -17,9 +17,8 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,15 +92,18 @@ class Cost(NamedTuple):
     peak: float
 
 
-def measure(arguments: Sequence[str], kill_after: float | None = None) -> Cost:
-    """Run `kimi-hf` with `arguments`, and with `kill_after` end it by SIGKILL after so many seconds."""
+def measure(arguments: Sequence[str], kill_when: Callable[[], bool] | None = None) -> Cost:
+    """Run `kimi-hf` with `arguments`; SIGKILL ends it as soon as `kill_when` says so (asked every 20 ms)."""
     start = time.perf_counter()
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", CLI, *arguments], os.environ)
-    timer = threading.Timer(kill_after or 0, os.kill, (child, signal.SIGKILL))
-    if kill_after is not None:
-        timer.start()
-    _, status, usage = os.wait4(child, 0)
-    timer.cancel()
+    done = 0
+    while not done:
+        done, status, usage = os.wait4(child, 0 if kill_when is None else os.WNOHANG)
+        if not done and kill_when():
+            os.kill(child, signal.SIGKILL)
+            kill_when = None
+        elif not done:
+            time.sleep(0.02)
     cpu = usage.ru_utime + usage.ru_stime
     return Cost(os.waitstatus_to_exitcode(status), time.perf_counter() - start, cpu, usage.ru_maxrss / 1e6)
 
