@@ -2,8 +2,9 @@
 
 For a linear layer W (out, in) with factors A (r, in) and B (out, r): W + s B A, with s = lora_alpha / r (or / sqrt(r)
 for rsLoRA). The sum is formed in fp32 and rounded once to the stored dtype. Routed experts are adapted as the fused
-parameters that the plugin's modules hold: `gate_up_proj` (E, 2I, Z) and `down_proj` (E, Z, I), E factor pairs each,
-A (E r, in) with rows expert-major, B (out, r E) with columns rank-major.
+parameters that the plugin's modules hold: `gate_up_proj` (E, 2I, Z) and `down_proj` (E, Z, I), E factor pairs each. PEFT
+stores them as A (E r, in) with rows expert-major and B (out, r E) with columns rank-major; the plugin's adapters over
+packed experts as A (E, r, in) and B (E, out, r).
 
 Source: PEFT adapter files (adapter_config.json, adapter_model.safetensors), LoRA layers and target_parameters.
 """
@@ -24,7 +25,7 @@ import torch
 from kimi_hf.conversion.configs import dense_config, side_files, to_json
 from kimi_hf.conversion.convert import DEFAULT_SHARD, add_output_arguments, density, keep_files
 from kimi_hf.conversion.layout import DTYPE_BYTES, VISION_PREFIXES, TensorSpec, parse_layer
-from kimi_hf.conversion.plan import Plan, check_source
+from kimi_hf.conversion.plan import Plan, check_source, dense_dtype
 from kimi_hf.conversion.recipes import ByteRange, Dense, InMemory, Matrix, Packed, to_bytes
 from kimi_hf.conversion.shards import TORCH_DTYPES, Checkpoint, as_tensor, read_header
 from kimi_hf.conversion.view import CheckpointView
@@ -33,7 +34,7 @@ from kimi_hf.errors import CheckpointError, ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-_FACTOR = re.compile(r"^(.*?)((?:\.base_layer)*)\.lora_(embedding_)?([AB])(?:\.weight)?$")
+_FACTOR = re.compile(r"^(.*?)((?:\.base_layer)*)\.lora_(embedding_)?([AB])(?:\.(weight|[^.]+_down))?$")
 _ROOTS = re.compile(r"(?:^|\.)((?:layers\.\d+|embed_tokens|norm|output_attn_res_norm|output_attn_res_proj)\b.*)$")
 _EXPERTS = "block_sparse_moe.experts"
 
@@ -72,15 +73,15 @@ def read_adapter(folder: str | Path, view: CheckpointView) -> Adapter:
     header = read_header(folder / ADAPTER_FILE)
     adapter = Adapter()
     with Checkpoint(folder, {ADAPTER_FILE: header}, None) as stored:
-        pairs: dict[tuple[str, int, bool], dict[str, str]] = {}
+        pairs: dict[tuple[str, int, bool, str | None], dict[str, str]] = {}
         for name in header.entries:
             found = _FACTOR.match(name)
             if found:
                 module, nesting = found[1], found[2].count(".base_layer")
-                pairs.setdefault((module, nesting, found[3] is not None), {})[found[4]] = name
+                pairs.setdefault((module, nesting, found[3] is not None, found[5]), {})[found[4]] = name
             else:
                 adapter.replaced[_canonical(name)] = stored.read(name)
-        for (module, _, is_embedding), names in pairs.items():
+        for (module, _, is_embedding, _), names in pairs.items():
             if set(names) != {"A", "B"}:
                 raise CheckpointError(
                     f"{folder / ADAPTER_FILE}: {module} has only one of lora_A and lora_B; save again"
@@ -163,23 +164,27 @@ def _add_experts(
 ) -> None:
     """Nested wrappers do not name their parameter, but (in, out) tells: (Z, 2I) is gate_up_proj, (I, Z) down_proj."""
     count, inter, width = view.text.num_experts, view.text.moe_intermediate, view.text.expert_width
-    rank, odd = divmod(a.shape[0], count)
-    sides = (a.shape[1], b.shape[0])
-    if odd or not rank or b.shape[1] != a.shape[0] or sides not in ((width, 2 * inter), (inter, width)):
+    shapes = list(a.shape), list(b.shape)
+    if a.dim() == 2 and b.dim() == 2 and a.shape[0] % count == 0 and b.shape[1] == a.shape[0]:
+        a = a.reshape(count, -1, a.shape[1])  # [E, r, in]
+        b = b.reshape(b.shape[0], -1, count).permute(2, 0, 1)  # [E, out, r]
+    sides = (a.shape[-1], b.shape[-2])
+    fits = a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0] == count and a.shape[1] == b.shape[2] > 0
+    if not fits or sides not in ((width, 2 * inter), (inter, width)):
         raise CheckpointError(
-            f"{module}: lora_A {list(a.shape)} and lora_B {list(b.shape)} fit neither gate_up_proj ({count}, "
+            f"{module}: lora_A {shapes[0]} and lora_B {shapes[1]} fit neither gate_up_proj ({count}, "
             f"{2 * inter}, {width}) nor down_proj ({count}, {width}, {inter}); the adapter belongs to another model"
         )
-    right = a.reshape(count, rank, -1)  # [E, r, in]
-    left = b.reshape(-1, rank, count)  # [out, r, E]
-    scale = _scale(config, module, rank)
+    scale = _scale(config, module, a.shape[1])
     for expert in range(count):
-        low = left[:, :, expert]
+        left, right = b[expert], a[expert]
+        if not bool(left.any()):
+            continue  # never trained: the matrix stays as it is, to the bit
         if sides == (width, 2 * inter):
-            adapter.experts[layer, expert, "w1"] = Delta(low[:inter], right[expert], scale)
-            adapter.experts[layer, expert, "w3"] = Delta(low[inter:], right[expert], scale)
+            adapter.experts[layer, expert, "w1"] = Delta(left[:inter], right, scale)
+            adapter.experts[layer, expert, "w3"] = Delta(left[inter:], right, scale)
         else:
-            adapter.experts[layer, expert, "w2"] = Delta(low, right[expert], scale)
+            adapter.experts[layer, expert, "w2"] = Delta(left, right, scale)
 
 
 @dataclass(frozen=True)
@@ -280,6 +285,7 @@ def merge_lora(
     out: str | Path,
     *,
     experts: str | None = None,
+    dtype: str | None = None,
     max_shard_bytes: int | None = None,
     verify: bool = True,
 ) -> Path:
@@ -290,6 +296,7 @@ def merge_lora(
         adapter: PEFT folder of a LoRA trained on this model.
         experts: what to do when MXFP4 experts are adapted: "requantise" (the sum is rounded to MXFP4 again; groups
             that the update leaves alone keep their bytes), "bf16" (all experts are decoded), None: raise.
+        dtype: of experts that are decoded; None takes the config's.
         max_shard_bytes: size of the output's files; None keeps base's files, or 16 GB when experts are decoded.
         verify: compare what was written with the recomputed sums.
     Raises: CheckpointError if the adapter does not fit, ConfigError if MXFP4 experts are adapted and `experts` is None.
@@ -307,7 +314,7 @@ def merge_lora(
             )
         if experts == "bf16":
             config, layout = dense_config(config), "fused" if view.is_fused else "plain"
-    recipes = list(MergePlan(view, config, layout, adapter=read).recipes())
+    recipes = list(MergePlan(view, config, layout, dtype=dense_dtype(dtype), adapter=read).recipes())
     if layout == view.experts and max_shard_bytes is None:
         shards = keep_files(view, recipes)
     else:
@@ -326,6 +333,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", type=Path, help="PEFT adapter folder")
     add_output_arguments(parser)
     parser.add_argument("--experts", choices=("requantise", "bf16"), help="when the adapter changes MXFP4 experts")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of decoded experts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -334,6 +342,7 @@ def run(args: argparse.Namespace) -> int:
         args.adapter,
         args.out,
         experts=args.experts,
+        dtype=args.dtype,
         max_shard_bytes=args.max_shard_size,
         verify=not args.no_verify,
     )

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-import kimi_hf  # noqa: F401
+from kimi_hf import KimiLinearForCausalLM
 from kimi_hf.conversion.check import check_checkpoint
 from kimi_hf.conversion.convert import convert
 from kimi_hf.conversion.geometry import load_config
@@ -14,6 +15,7 @@ from kimi_hf.conversion.make_tiny import make_tiny, shrink_config
 from kimi_hf.conversion.merge_lora import merge_lora
 from kimi_hf.conversion.slice import slice_checkpoint
 from kimi_hf.conversion.verify import compare
+from kimi_hf.training.adapters import lora_config
 
 from .helpers import read_all
 from .test_merge_lora import ROOT, pair, write_adapter
@@ -82,3 +84,24 @@ def test_saved_models_are_the_released_layout(goldens, tmp_path, case):
     before, after = read_all(source), read_all(tmp_path / "saved")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert not compare(source, tmp_path / "saved").count
+
+
+@pytest.mark.parametrize("case", ["k3_text_tiny", "k3_mxfp4_tiny"])
+def test_expert_adapters_merge_to_the_same_logits(goldens, tmp_path, case):
+    """Adapters on attention and all routed experts, plain and packed, as `lora_config` makes them and PEFT saves them."""
+    source = goldens(f"{case}/config.json").parent
+    model = KimiLinearForCausalLM.from_pretrained(source, dtype=torch.float32)
+    torch.manual_seed(2)
+    model = get_peft_model(model, lora_config(["attention", "experts"], model=model, r=2)).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        with model.disable_adapter():
+            assert (model(IDS).logits - expected).abs().max() > 0.1
+    model.save_pretrained(tmp_path / "adapter")
+    out = merge_lora(source, tmp_path / "adapter", tmp_path / "out", experts="bf16", dtype="float32")
+    merged = KimiLinearForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-3, rtol=0)
