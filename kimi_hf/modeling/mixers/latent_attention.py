@@ -109,7 +109,11 @@ class MultiHeadLatentAttention(nn.Module):
             latent, shared = latent[:, 0], shared[:, 0]
         mask_info = mask_info or MaskInfo()
         mask = mask_info.attention
-        if self._absorbs(length, latent.shape[1], mask):
+        if mask is None and 1 < length < latent.shape[1] and mask_info.flash_kwargs is None:
+            # A static cache in its first forward: what lies behind the new tokens is not written yet, and transformers
+            # gives no mask because causality counted from the first key says so.
+            latent, shared = latent[:, :length], shared[:, :length]
+        if mask_info.flash_kwargs is None and self._absorbs(length, latent.shape[1], mask):
             context, weights = latent_attention(
                 q[..., : self.nope],
                 q[..., self.nope :],
