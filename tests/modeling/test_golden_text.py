@@ -1,5 +1,7 @@
 """Whole text models against the reference in fp32 and against the same run in float64, prefill and decoding."""
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -8,7 +10,18 @@ import kimi_hf
 from kimi_hf import KimiCache
 
 from ..conftest import fixture_path
-from .golden import K3, K3_RELEASE, KIMI_LINEAR, assert_close, assert_logits, decode, fresh_model, golden, golden_model
+from .golden import (
+    K3,
+    K3_PACKED,
+    K3_RELEASE,
+    KIMI_LINEAR,
+    assert_close,
+    assert_logits,
+    decode,
+    fresh_model,
+    golden,
+    golden_model,
+)
 
 # K3: depth and routing magnify rounding; the reference in fp32 is itself up to 1.4e-3 from the float64 run.
 BOUNDS = {K3: {"mean": 1e-4, "largest": 5e-3}, KIMI_LINEAR: {"mean": 1e-5, "largest": 1e-4}}
@@ -30,6 +43,27 @@ def test_prefill_and_greedy_decoding(case, run, attention):
     assert torch.equal(chosen, tokens)
     assert_logits(steps, stored[f"{run}.greedy_logits"], **bounds)
     assert_logits(steps, exact[f"{run}.greedy_logits"], **bounds)
+
+
+@functools.cache
+def _in_float64(case):
+    expand = {"quantization_config": kimi_hf.KimiMxfp4Config(dequantize=True)}
+    return fresh_model(case, **(expand if case in (K3_PACKED, K3_RELEASE) else {})).double().requires_grad_(False)
+
+
+@pytest.mark.parametrize(("case", "run"), [*RUNS, (K3_PACKED, "plain"), (K3_RELEASE, "")])
+def test_run_wholly_in_float64(case, run):
+    """The sharpest of all: nothing is left but the rounding of the stored numbers to fp32."""
+    inputs = golden(f"{case}/{'golden_fp32' if case == K3_RELEASE else 'golden'}.safetensors")
+    exact, run = golden(f"{case}/golden_exact.safetensors"), f"{run}." if run else ""
+    ids, mask, tokens = (inputs[run + name] for name in ("input_ids", "attention_mask", "greedy_tokens"))
+    logits, chosen, steps, _ = decode(_in_float64(case), ids, mask, tokens)
+    assert torch.equal(chosen, tokens)
+    assert_close(steps, exact[f"{run}greedy_logits"], 1e-6, "decoding")
+    if run == "long.":
+        assert_close(logits[:, -24:], exact["long.logits_last24"], 1e-6, "prefill")
+    else:
+        assert_close(logits[mask.bool()], exact[f"{run}logits"][mask.bool()], 1e-6, "prefill")
 
 
 @pytest.mark.parametrize("case", [K3, KIMI_LINEAR])
