@@ -109,7 +109,9 @@ class MultiHeadLatentAttention(nn.Module):
             latent, shared = latent[:, 0], shared[:, 0]
         mask_info = mask_info or MaskInfo()
         mask = mask_info.attention
-        if mask is None and 1 < length < latent.shape[1] and mask_info.flash_kwargs is None:
+        # (Flash attention counts causality from the last key, and never gets a mask without padding.)
+        flash = "flash" in (self.config._attn_implementation or "")
+        if mask is None and 1 < length < latent.shape[1] and not flash:
             # A static cache in its first forward: what lies behind the new tokens is not written yet, and transformers
             # gives no mask because causality counted from the first key says so.
             latent, shared = latent[:, :length], shared[:, :length]
