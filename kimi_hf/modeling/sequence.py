@@ -223,8 +223,8 @@ def _full_mask(mask: Tensor | None, cache, past: int | Tensor, batch: int, lengt
             if known is None:
                 known = torch.ones(batch, past, dtype=torch.bool, device=new.device)
             mask = torch.cat([known, new], dim=1)
-        elif mask is not None:
-            mask = mask[:, -(past + length) :]
+    if mask is not None and isinstance(past, int):
+        mask = mask[:, -(past + length) :]
     if remembers:
         cache.remember_padding(mask)
     return mask
