@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kimi_hf.conversion.geometry import PACKED_FORMAT, TextGeometry, kda_layers, quantization_section, text_section
+from kimi_hf.checkpoint.geometry import PACKED_FORMAT, TextGeometry, kda_layers, quantization_section, text_section
 from kimi_hf.errors import ConfigError
 
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id")

@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kimi_hf.conversion.check import expert_layout, find_problems
-from kimi_hf.conversion.geometry import TextGeometry, is_kimi, load_config
-from kimi_hf.conversion.layout import is_vision, part_of
-from kimi_hf.conversion.shards import Checkpoint, open_checkpoint
+from kimi_hf.checkpoint.check import expert_layout, find_problems
+from kimi_hf.checkpoint.geometry import TextGeometry, is_kimi, load_config
+from kimi_hf.checkpoint.layout import is_vision, part_of
+from kimi_hf.checkpoint.shards import Checkpoint, open_checkpoint
 
 
 @dataclass

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kimi_hf.conversion.layout import TensorSpec
+from kimi_hf.checkpoint.layout import TensorSpec
 from kimi_hf.conversion.recipes import ByteRange, Copy, Matrix
-from kimi_hf.conversion.shards import (
+from kimi_hf.checkpoint.shards import (
     INDEX_NAME,
     Checkpoint,
     header_prefix,

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kimi_hf.conversion.check import check_checkpoint
-from kimi_hf.conversion.geometry import TextGeometry
-from kimi_hf.conversion.layout import (
+from kimi_hf.checkpoint.check import check_checkpoint
+from kimi_hf.checkpoint.geometry import TextGeometry
+from kimi_hf.checkpoint.layout import (
     FLOAT_DTYPES,
     TEXT_PREFIX,
     TensorSpec,

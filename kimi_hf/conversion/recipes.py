@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from kimi_hf.conversion.layout import DTYPE_BYTES, MXFP4_GROUP, TensorSpec
-from kimi_hf.conversion.shards import TORCH_DTYPES, Checkpoint, TensorEntry, as_tensor
+from kimi_hf.checkpoint.layout import DTYPE_BYTES, MXFP4_GROUP, TensorSpec
+from kimi_hf.checkpoint.shards import TORCH_DTYPES, Checkpoint, TensorEntry, as_tensor
 from kimi_hf.conversion.writer import CHUNK, Chunk, Recipe
 from kimi_hf.errors import CheckpointError
 from kimi_hf.ops import mxfp4

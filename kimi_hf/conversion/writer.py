@@ -29,8 +29,8 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from kimi_hf.conversion.layout import TensorSpec
-from kimi_hf.conversion.shards import INDEX_NAME, SINGLE_NAME, hole_length
+from kimi_hf.checkpoint.layout import TensorSpec
+from kimi_hf.checkpoint.shards import INDEX_NAME, SINGLE_NAME, hole_length
 from kimi_hf.errors import CheckpointError
 
 JOURNAL = "conversion-journal.jsonl"

@@ -1,12 +1,14 @@
 """A checkpoint against its configuration, from headers: what is missing, foreign or mixed is named with its file."""
 
+import random
+
 import pytest
 import torch
 
-from kimi_hf.conversion.check import check_checkpoint, check_decay_tails, check_scales, find_problems
-from kimi_hf.conversion.geometry import load_config
-from kimi_hf.conversion.shards import open_checkpoint
-from kimi_hf.errors import CheckpointError
+from kimi_hf.checkpoint.check import check_checkpoint, check_decay_tails, check_scales, find_problems
+from kimi_hf.checkpoint.geometry import load_config
+from kimi_hf.checkpoint.shards import open_checkpoint
+from kimi_hf.errors import CheckpointError, KimiHfError
 
 from .helpers import copy_checkpoint, edit_config, edit_tensors
 
@@ -193,3 +195,35 @@ def test_nan_scale(packed):
     edit_tensors(packed, lambda t: t[name][9].fill_(255))
     with pytest.raises(CheckpointError, match=rf"{name} in model.safetensors: .*row 9, group 0 is 255"):
         check_scales(check(packed))
+
+
+def test_damage_anywhere_is_our_error(goldens, tmp_path):
+    """Bytes changed, lost or inserted in headers, index and config: refused with our errors, or harmless."""
+    folder = copy_checkpoint(goldens("k3_release_tiny/config.json").parent, tmp_path / "m")
+    generator = random.Random(0)
+    files = sorted(folder.iterdir())
+    refused = 0
+    for _ in range(300):
+        path = generator.choice(files)
+        kept = path.read_bytes()
+        data, at = bytearray(kept), generator.randrange(min(len(kept), 30_000))
+        match generator.randrange(3):
+            case 0:
+                data[at] = generator.randrange(256)
+            case 1:
+                del data[at : at + generator.randrange(1, 20)]
+            case 2:
+                data[at:at] = generator.choice([b"0", b"-", b'"', b"null", b"[", b"1e9", b"{}"])
+        path.write_bytes(data)
+        try:
+            check(folder, vision=None)
+        except KimiHfError as error:
+            refused += bool(str(error))
+        path.write_bytes(kept)
+    assert refused > 200
+
+
+def test_absurd_sizes_end(packed):
+    edit_config(packed, lambda config: config["text_config"].update(num_experts=10**9))
+    with pytest.raises(CheckpointError, match="and 499992 more of this kind"):
+        check(packed)

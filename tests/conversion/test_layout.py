@@ -8,20 +8,20 @@ from collections import Counter
 import pytest
 
 from kimi_hf.configuration import KimiK3VisionConfig, KimiLinearConfig, preset
-from kimi_hf.conversion.geometry import (
+from kimi_hf.checkpoint.geometry import (
     TEXT_DEFAULTS,
     VISION_DEFAULTS,
     TextGeometry,
     VisionGeometry,
     load_config,
 )
-from kimi_hf.conversion.layout import (
+from kimi_hf.checkpoint.layout import (
     parse_expert,
     parse_layer,
     part_of,
     released_layout,
 )
-from kimi_hf.conversion.shards import open_checkpoint
+from kimi_hf.checkpoint.shards import open_checkpoint
 from kimi_hf.errors import CheckpointError, ConfigError
 
 

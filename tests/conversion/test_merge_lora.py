@@ -11,7 +11,7 @@ from torch import nn
 
 from kimi_hf.conversion import merge_lora as module
 from kimi_hf.conversion.convert import convert
-from kimi_hf.conversion.geometry import is_packed, load_config
+from kimi_hf.checkpoint.geometry import is_packed, load_config
 from kimi_hf.conversion.merge_lora import merge_lora
 from kimi_hf.errors import CheckpointError, ConfigError
 from kimi_hf.ops import mxfp4

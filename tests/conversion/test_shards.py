@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kimi_hf.conversion.shards import MAX_HEADER, Checkpoint, hole_length, open_checkpoint, read_header
+from kimi_hf.checkpoint.shards import MAX_HEADER, Checkpoint, hole_length, open_checkpoint, read_header
 from kimi_hf.errors import CheckpointError
 
 from .helpers import INDEX, copy_checkpoint, read_all, write_checkpoint, write_raw
