@@ -84,3 +84,20 @@ def decode(model, ids: Tensor, mask: Tensor | None, tokens: Tensor) -> Decoded:
         logits.append(out.logits[:, 0])
         chosen.append(out.logits[:, 0].argmax(-1))
     return Decoded(prefill, torch.stack(chosen[:-1], dim=1), torch.stack(logits, dim=1), out.past_key_values)
+
+
+@functools.cache
+def slow_model(case: str):
+    """The weights of a golden checkpoint with a decay so slow that leaked state shows, wholly in float64.
+
+    With the decay as it is, a leak fades below rounding after a few tokens.
+    """
+    expand = {"quantization_config": kimi_hf.KimiMxfp4Config(dequantize=True)} if case == K3_RELEASE else {}
+    model = fresh_model(case, **expand).double()
+    with torch.no_grad():
+        for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+            if kind == "linear_attention":
+                bounded = layer.self_attn.lower_bound is not None
+                layer.self_attn.A_log.fill_(0.0 if bounded else -6.0)
+                layer.self_attn.dt_bias.fill_(-8.0 if bounded else 0.0)
+    return model
