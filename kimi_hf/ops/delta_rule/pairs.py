@@ -39,7 +39,6 @@ class Tokens:
 
     q (scaled), k: [X, C, K]; v: [rounds, sequences, heads, C, V], any dtype, may be a view of the caller's tensor;
     beta: [X, C]; alpha: decay per step in [0, 1], [X, C, K] or [X, C, 1], None for no decay.
-    start: block size to begin the halving with; above 1 only where no decay over `start` steps is below exp(-80).
     """
 
     q: Tensor
@@ -47,7 +46,6 @@ class Tokens:
     v: Tensor
     beta: Tensor
     alpha: Tensor | None
-    start: int = 1
 
     @property
     def per_channel(self) -> bool:
@@ -114,15 +112,11 @@ def _channel_pairs(tokens: Tokens, cols: Tensor, work: Work) -> Pairs:
     X, C, K = k.shape
     rows = work.get("rows", X, C, 2, K)
     products = work.get("products", X, C, 2, C).zero_()
-    scratch = work.get("scratch", X, C, K)
-    half = min(tokens.start, C)
-    if half > 1:
-        total = _bounded_blocks(tokens, rows, cols, products, half, work)
-    else:
-        products[:, :, 1].diagonal(0, 1, 2).copy_(torch.mul(q, k, out=scratch).sum(-1))
-        torch.mul(k, alpha, out=rows[:, :, 0])
-        torch.mul(q, alpha, out=rows[:, :, 1])
-        total = alpha
+    scratch = torch.mul(q, k, out=work.get("scratch", X, C, K))
+    products[:, :, 1].diagonal(0, 1, 2).copy_(scratch.sum(-1))
+    torch.mul(k, alpha, out=rows[:, :, 0])
+    torch.mul(q, alpha, out=rows[:, :, 1])
+    total, half = alpha, 1
     while half < C:
         count = C // (2 * half)
         second = rows.view(X * count, 2, 2 * half, K)[:, 1]  # k and q of the second halves, decayed from the middle
@@ -139,52 +133,6 @@ def _channel_pairs(tokens: Tokens, cols: Tensor, work: Work) -> Pairs:
         total = totals[:, 0] * totals[:, 1]
         half *= 2
     return Pairs(rows, cols, total.view(X, K), products)
-
-
-def _bounded_blocks(tokens: Tokens, rows: Tensor, cols: Tensor, products: Tensor, size: int, work: Work) -> Tensor:
-    """All products inside blocks of `size` tokens at once, where the decay is known to be bounded.
-
-    Fills the blocks of `products`, leaves rows decayed from the block's start and cols to its end, and returns the
-    blocks' total decays. The decays from the middle of the block and their inverses lie within exp(-40) and exp(40).
-    """
-    X, C, K = tokens.k.shape
-    factor, middle = centred_decay(tokens.alpha, size, work)
-    torch.mul(tokens.k, factor, out=rows[:, :, 0])
-    torch.mul(tokens.q, factor, out=rows[:, :, 1])
-    cols.div_(factor)
-    by_block = rows.view(-1, 2 * size, K), cols.view(-1, size, K)
-    block = torch.bmm(by_block[0], by_block[1].transpose(1, 2), out=work.get("block", X * C // size, 2 * size, size))
-    mask = torch.ones(size, 2, size, dtype=block.dtype, device=block.device)
-    mask[:, 0].tril_(-1)
-    mask[:, 1].tril_()
-    torch.mul(block.view(X, -1, size, 2, size), mask, out=diagonal_blocks(products, size))
-    last = factor.view(-1, size, K)[:, -1:]
-    by_block[0].mul_(middle)
-    by_block[1].mul_(last)
-    return middle * last
-
-
-def centred_decay(alpha: Tensor, size: int, work: Work) -> tuple[Tensor, Tensor]:
-    """Decay from the middle of each block of `size` tokens to each of its tokens (above 1 before the middle), shape of
-    alpha [X, C, K], and from the block's start to its middle [X * C / size, 1, K]."""
-    X, C, K = alpha.shape
-    factor = work.get("factor", X, C, K).copy_(alpha)
-    half = 1
-    while half < size:
-        halves = factor.view(-1, 2, half, K)
-        halves[:, 1].mul_(halves[:, 0, -1:])
-        half *= 2
-    blocks = factor.view(-1, size, K)
-    middle = blocks[:, size // 2 - 1 : size // 2].clone()
-    blocks.div_(middle)
-    return factor, middle
-
-
-def diagonal_blocks(products: Tensor, size: int) -> Tensor:
-    """products [X, C, 2, C] -> a view [X, C/size, size, 2, size] of its blocks on the diagonal."""
-    X, C = products.shape[:2]
-    split = products.view(X, C // size, size, 2, C // size, size)
-    return split.diagonal(0, 1, 4).permute(0, 4, 1, 2, 3)
 
 
 def _head_pairs(tokens: Tokens, cols: Tensor, work: Work) -> Pairs:

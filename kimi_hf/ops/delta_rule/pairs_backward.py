@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_hf.ops.delta_rule.pairs import Pairs, Tokens, Work, block_view, centred_decay, diagonal_blocks, head_decay
+from kimi_hf.ops.delta_rule.pairs import Pairs, Tokens, Work, block_view, head_decay
 
 
 @dataclass
@@ -40,31 +40,24 @@ def pairs_backward(
     return _head_backward(tokens, pairs, grads, work)
 
 
-def spread_shares(
-    rows: Tensor, cols: Tensor, shares: dict[int, tuple[Tensor, Tensor]], within: tuple[int, Tensor] | None = None
-) -> Tensor:
+def spread_shares(rows: Tensor, cols: Tensor, shares: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Gradient of the log decay [X, C, K] from the shares of all terms, overwriting `rows`, `cols` [X, C, K].
 
     A share in rows[i] belongs to every step from the chunk's start to i, one in cols[j] to every step after j to the
-    chunk's end. shares[L] = (row shares of the second halves, column shares of the first halves) of blocks of 2L
-    tokens, each [X * blocks, L, K], belong to the steps between the block's middle and the row or column. `within` is
-    a block size and, for blocks of that size, [X, C, K] row shares minus column shares counted from the block's start.
+    chunk's end. shares[level] = (row shares of the second halves, column shares of the first halves), each
+    [X * blocks, L, K] with L = 2^level, belong to the steps between the block's middle and the row or column.
 
     Downwards from the whole chunk: what a half owes entirely is moved to the last row of that half; the rest is the
     same task for each half alone. When blocks have one token, `rows` is the answer.
     """
     X, C, K = rows.shape
     half = C // 2
-    while half:
-        if within is not None and within[0] == 2 * half:
-            rows += within[1]
+    for of_rows, of_cols in reversed(shares):
         row_halves, col_halves = rows.view(-1, 2, half, K), cols.view(-1, 2, half, K)
         row_halves[:, 0, -1] += row_halves[:, 1].sum(1)
         row_halves[:, 1, -1] += col_halves[:, 0].sum(1)
-        if half in shares:
-            of_rows, of_cols = shares[half]
-            row_halves[:, 1] += of_rows
-            col_halves[:, 0] += of_cols
+        row_halves[:, 1] += of_rows
+        col_halves[:, 0] += of_cols
         half //= 2
     return rows
 
@@ -72,17 +65,12 @@ def spread_shares(
 def _channel_backward(tokens: Tokens, pairs: Pairs, grads: PairGradients, work: Work) -> tuple[Tensor, Tensor, Tensor]:
     q, k = tokens.q, tokens.k
     X, C, K = k.shape
-    grad_q, grad_k = work.get("grad_q", X, C, K), work.get("grad_k", X, C, K)
-    half, shares, within = min(tokens.start, C), {}, None
-    if half > 1:
-        prefix, suffix, of_both = _bounded_backward(tokens, grads, grad_q, grad_k, half, work)
-        within = half, of_both
-    else:
-        diagonal = grads.products[:, :, 1].diagonal(0, 1, 2)[..., None]  # q_i . k_i has no decay in it
-        torch.mul(diagonal, k, out=grad_q)
-        torch.mul(diagonal, q, out=grad_k)
-        prefix = work.get("prefix", X, C, K).copy_(tokens.alpha)  # decay from the block's start to each token
-        suffix = work.get("suffix", X, C, K).fill_(1)  # decay from each token to the block's end
+    diagonal = grads.products[:, :, 1].diagonal(0, 1, 2)[..., None]  # q_i . k_i has no decay in it
+    grad_q = torch.mul(diagonal, k, out=work.get("grad_q", X, C, K))
+    grad_k = torch.mul(diagonal, q, out=work.get("grad_k", X, C, K))
+    prefix = work.get("prefix", X, C, K).copy_(tokens.alpha)  # decay from the block's start to each token
+    suffix = work.get("suffix", X, C, K).fill_(1)  # decay from each token to the block's end
+    shares, half = [], 1
     while half < C:
         N = X * (C // (2 * half))
         q2, k2, grad_q2, grad_k2, before, after = (
@@ -101,7 +89,7 @@ def _channel_backward(tokens: Tokens, pairs: Pairs, grads: PairGradients, work: 
         grad_k2[:, 0].addcmul_(left, to_cols)
         of_both = rows.mul_(to_rows)
         of_rows = torch.add(of_both[:, :, 0], of_both[:, :, 1], out=work.get(f"row_shares{half}", N, half, K))
-        shares[half] = of_rows, torch.mul(cols, to_cols, out=work.get(f"col_shares{half}", N, half, K))
+        shares.append((of_rows, torch.mul(cols, to_cols, out=work.get(f"col_shares{half}", N, half, K))))
         left.mul_(after[:, 1, -1:])
         right.mul_(after[:, 0, -1:])
         half *= 2
@@ -110,38 +98,7 @@ def _channel_backward(tokens: Tokens, pairs: Pairs, grads: PairGradients, work: 
     of_both = grads.rows.mul_(pairs.rows)
     of_rows, of_cols = of_both[:, :, 0].add_(of_both[:, :, 1]).contiguous(), grads.cols.mul_(pairs.cols)
     of_rows[:, -1].addcmul_(pairs.total, grads.total)
-    return grad_q, grad_k, spread_shares(of_rows, of_cols, shares, within)
-
-
-def _bounded_backward(
-    tokens: Tokens, grads: PairGradients, grad_q: Tensor, grad_k: Tensor, size: int, work: Work
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The transpose of `pairs._bounded_blocks`: writes grad_q and grad_k, returns prefix, suffix and the shares within.
-
-    Here shares are a difference: inside a block the gate's bound keeps terms of comparable size.
-    """
-    X, C, K = tokens.k.shape
-    factor, middle = centred_decay(tokens.alpha, size, work)
-    rows, cols = work.get("half_rows", X, C, 2, K), work.get("half_cols", X, C, K)
-    torch.mul(tokens.k, factor, out=rows[:, :, 0])
-    torch.mul(tokens.q, factor, out=rows[:, :, 1])
-    inverse = torch.reciprocal(factor, out=work.get("suffix", X, C, K))
-    torch.mul(tokens.k, inverse, out=cols)
-    block = work.get("grad_block", X * C // size, 2 * size, size)
-    block.view(X, -1, size, 2, size).copy_(diagonal_blocks(grads.products, size))
-    block.view(-1, size, 2, size)[:, :, 0].tril_(-1)
-    block.view(-1, size, 2, size)[:, :, 1].tril_()
-    to_rows, to_cols = _block_backward(block, rows.view(-1, size, 2, K), cols.view(-1, size, K), work)
-    to_rows, to_cols = to_rows.view(X, C, 2, K), to_cols.view(X, C, K)
-    torch.mul(factor, to_rows[:, :, 1], out=grad_q)
-    torch.mul(factor, to_rows[:, :, 0], out=grad_k).addcmul_(inverse, to_cols)
-    of_both = rows.mul_(to_rows)
-    within = torch.add(of_both[:, :, 0], of_both[:, :, 1], out=work.get("within", X, C, K))
-    within.addcmul_(cols, to_cols, value=-1)
-    suffix, prefix = inverse.view(-1, size, K), factor.view(-1, size, K)
-    suffix.mul_(prefix[:, -1:])
-    prefix.mul_(middle)
-    return factor, inverse, within
+    return grad_q, grad_k, spread_shares(of_rows, of_cols, shares)
 
 
 def _block_backward(block: Tensor, rows: Tensor, cols: Tensor, work: Work) -> tuple[Tensor, Tensor]:
@@ -184,10 +141,10 @@ def _head_log_decay(pairs: Pairs, grads: PairGradients) -> Tensor:
     """The same sums as in `_channel_backward`, over all channels at once: [X, C, 1]."""
     X, C = pairs.products.shape[:2]
     terms = torch.mul(grads.products, pairs.products)  # above the diagonal pairs.products is 0
-    shares, half = {}, 1
+    shares, half = [], 1
     while half < C:
         block = block_view(terms, half).sum(3)  # [X, blocks, L, L], keys' and queries' terms together
-        shares[half] = block.sum(3).view(-1, half, 1), block.sum(2).view(-1, half, 1)
+        shares.append((block.sum(3).view(-1, half, 1), block.sum(2).view(-1, half, 1)))
         half *= 2
     of_rows = torch.mul(pairs.rows, grads.rows).sum((2, 3)).unsqueeze(2)
     of_cols = torch.mul(pairs.cols, grads.cols).sum(2, keepdim=True)

@@ -16,9 +16,6 @@ from kimi_hf.ops.kda.gate import EPS
 
 LOG2_E = math.log2(math.e)  # exp2 is two to three times faster than exp on CPUs, and as exact
 
-# With a bound of -5 (Kimi K3's) a decay over 16 steps stays above exp(-80), and its halves are safe to divide by.
-WIDEST_BOUND, BOUNDED_BLOCK = -5.0, 16
-
 
 class KdaRule:
     """inputs: q, k [B, T, H, K], v [B, T, H, V], g [B, T, H, K], beta [B, T, H], A_log [H], dt_bias [H*K], all raw."""
@@ -47,8 +44,7 @@ class KdaRule:
         if tile.padding is not None:
             alpha.masked_fill_(tile.padding[..., None], 1)
         write = torch.sigmoid(beta.to(self.dtype)).reshape(shape[:2])
-        start = BOUNDED_BLOCK if self.lower_bound is not None and self.lower_bound >= WIDEST_BOUND else 1
-        return Tokens(unit_q.view(shape), unit_k.view(shape), v, write, alpha.view(shape), start)
+        return Tokens(unit_q.view(shape), unit_k.view(shape), v, write, alpha.view(shape))
 
     def start_backward(self) -> None:
         q, k, v, g, beta, A_log, dt_bias = self.inputs
