@@ -6,286 +6,20 @@ plain `DynamicCache` and `StaticCache` work with the models too, except that a p
 back.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
+from ..configuration.cache_plan import LayerMemory, cache_plan
 from ..errors import CacheError
-from .sequence import padded_layout
+from .cache_layers import ROLLBACK_TOKENS, DeltaStateLayer, GrowingLayer, QuantizedLayer, TokenInputs
+from .token_store import check_kind, held_bytes
 
-# How many of the newest tokens a recurrent layer can take back while it records.
-ROLLBACK_TOKENS = 64
-_FIRST_CAPACITY = 64
-
-
-@dataclass
-class TokenInputs:
-    """What a recurrence consumes, token by token, before anything depends on other tokens.
-
-    Attributes:
-        parts: tensors (B, T, C), in token order.
-        real: (B, T) bool, or None when no token is padding.
-    """
-
-    parts: tuple[Tensor, ...]
-    real: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return self.parts[0].shape[1]
-
-    def slice(self, start: int, stop: int) -> "TokenInputs":
-        """Tokens start..stop."""
-        return self.map(lambda x: x[:, start:stop])
-
-    def after(self, earlier: "TokenInputs") -> "TokenInputs":
-        """`earlier`'s tokens followed by these."""
-        real = None
-        if self.real is not None or earlier.real is not None:
-            masks = [
-                x.parts[0].new_ones(x.parts[0].shape[:2], dtype=torch.bool) if x.real is None else x.real
-                for x in (earlier, self)
-            ]
-            real = torch.cat(masks, dim=1)
-        pairs = zip(earlier.parts, self.parts, strict=True)
-        return TokenInputs(tuple(torch.cat(pair, dim=1) for pair in pairs), real)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "TokenInputs":
-        """`function` applied to every tensor, the mask included."""
-        real = None if self.real is None else function(self.real)
-        return TokenInputs(tuple(function(x) for x in self.parts), real)
-
-    def layout(self):
-        """How to lay these tokens out, see `sequence.py`."""
-        return padded_layout(self.real, self.length)
-
-
-class GrowingLayer(DynamicLayer):
-    """Two tensors that grow along time: latent and shared key of MLA, or keys and values of softmax attention.
-
-    `keys` (B, heads, S, width) and `values` (B, heads, S, width') are views into buffers that double when full, so
-    appending a token copies that token only. While gradients are recorded the layer concatenates instead.
-    """
-
-    is_compileable = False
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self._buffers: list[Tensor] | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append T tokens; returns all of them, (B, heads, S + T, width) each."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys = key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3])
-            self.values = value_states.new_empty(*value_states.shape[:2], 0, value_states.shape[3])
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (key_states, value_states, self.keys)):
-            self._buffers = None
-            self.keys = torch.cat([self.keys, key_states], dim=2)
-            self.values = torch.cat([self.values, value_states], dim=2)
-            return self.keys, self.values
-        length, new = self.keys.shape[2], key_states.shape[2]
-        if self._buffers is None or not self._fits(length + new):
-            self._grow(length + new)
-        self._buffers[0][:, :, length : length + new] = key_states
-        self._buffers[1][:, :, length : length + new] = value_states
-        self.keys, self.values = (buffer[:, :, : length + new] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def _fits(self, length: int) -> bool:
-        buffer = self._buffers[0]
-        return (
-            buffer.shape[2] >= length
-            and buffer.shape[0] == self.keys.shape[0]
-            and buffer.device == self.keys.device
-            and buffer.data_ptr() == self.keys.data_ptr()
-        )
-
-    def _grow(self, length: int) -> None:
-        """Move to buffers that hold at least `length` tokens and as many again."""
-        capacity = max(_FIRST_CAPACITY, 1 << (length - 1).bit_length())
-        held = self.keys.shape[2]
-        buffers = []
-        for states in (self.keys, self.values):
-            buffer = states.new_empty(*states.shape[:2], capacity, states.shape[3])
-            buffer[:, :, :held] = states
-            buffers.append(buffer)
-        self._buffers = buffers
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[2] if self.is_initialized else 0
-
-    def reset(self) -> None:
-        self._buffers = None
-        super().reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        removed = abs(tokens_to_remove)
-        if removed > self.get_seq_length():
-            raise CacheError(f"crop({tokens_to_remove}) asks for more than the {self.get_seq_length()} cached tokens")
-        super().crop(-removed)
-
-    def offload(self) -> None:
-        self._buffers = None
-        super().offload()
-
-    def allocated(self) -> dict[str, int]:
-        """Bytes held, spare capacity included."""
-        held = self._buffers or [x for x in (self.keys, self.values) if x is not None]
-        return {"tokens": sum(x.numel() * x.element_size() for x in held)}
-
-    def stored(self) -> dict[str, Tensor]:
-        """The tensors that make up this layer's memory."""
-        return {} if not self.is_initialized else {"keys": self.keys, "values": self.values}
-
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take over tensors that `stored` gave."""
-        if tensors:
-            self.lazy_initialization(tensors["keys"], tensors["values"])
-            self.keys, self.values = tensors["keys"], tensors["values"]
-
-
-class DeltaStateLayer(LinearAttentionLayer):
-    """The memory of a recurrent mixer: a state and, where it has convolutions, their window, both of constant size.
-
-    `recurrent_states[0]` (B, H, K, V) fp32 (linear attention: (B, H, K, V + 1), its normaliser being the last column),
-    `conv_states[0]` (B, C, W) raw convolution inputs, oldest first, or None.
-
-    After `activate_past_recording` the two stand at a point up to `ROLLBACK_TOKENS` tokens back, and the inputs since
-    then are kept: taking tokens back drops their inputs, and the next forward runs over those that remain. That is
-    exact, and its memory is bounded.
-    """
-
-    is_compileable = False
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.log: TokenInputs | None = None
-        self.settled = False
-
-    def run(self, inputs: TokenInputs, advance, layout) -> Tensor:
-        """Continue the recurrence over `inputs` and keep what the next forward needs; returns (B, T, P)."""
-        window, state = self._memory()
-        if not self.record_past:
-            inplace = state is not None and not torch.is_grad_enabled()
-            o, window, state = advance(inputs, window, state, layout, keep=True, inplace=inplace)
-            self._keep(window, state)
-            return o
-        return self._run_recording(inputs, advance, layout, window, state)
-
-    def _run_recording(self, inputs, advance, layout, window, state) -> Tensor:
-        pending = 0 if self.log is None else self.log.length
-        new = inputs.length
-        if pending:
-            inputs = inputs.after(self.log)
-        total = inputs.length
-        absorbed = max(pending if self.settled else 0, total - ROLLBACK_TOKENS)
-        outputs = []
-        if absorbed > 0:
-            first = inputs.slice(0, absorbed)
-            o, window, state = advance(first, window, state, first.layout(), keep=True)
-            self._keep(window, state)
-            outputs.append(o)
-        if absorbed < total:
-            rest = inputs.slice(absorbed, total)
-            o, _, _ = advance(rest, window, state, rest.layout(), keep=False)
-            outputs.append(o)
-            self.log = rest.map(lambda x: x.detach().clone())
-        else:
-            self.log = None
-        self.settled = False
-        return torch.cat(outputs, dim=1)[:, -new:]
-
-    def _memory(self) -> tuple[Tensor | None, Tensor | None]:
-        """(window, state) as they stand, None before the first token."""
-        if not self.has_previous_state[0]:
-            return None, None
-        return self.conv_states[0], self.recurrent_states[0]
-
-    def _keep(self, window: Tensor | None, state: Tensor) -> None:
-        self.conv_states[0], self.recurrent_states[0] = window, state
-        self.is_conv_states_initialized[0] = window is not None
-        self.is_recurrent_states_initialized[0] = self.has_previous_state[0] = True
-        self.dtype, self.device = state.dtype, state.device
-        if window is not None:
-            self.conv_kernel_size[0], self.dtype = window.shape[-1], window.dtype
-
-    @property
-    def is_croppable(self) -> bool:
-        return self.record_past
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens; 0 declares everything so far final."""
-        removed = abs(tokens_to_remove)
-        if removed and not self.record_past:
-            raise CacheError(
-                f"crop({tokens_to_remove}): a recurrent state cannot go back unless it was recording. Call "
-                "cache.activate_past_recording() before the tokens that may be taken back"
-            )
-        kept = 0 if self.log is None else self.log.length
-        if removed > kept:
-            raise CacheError(
-                f"crop({tokens_to_remove}) reaches further back than the {kept} tokens a recurrent layer keeps "
-                f"(at most {ROLLBACK_TOKENS}, since the last crop); recompute the prefix instead"
-            )
-        if self.log is not None:
-            self.log = self.log.slice(0, kept - removed) if kept > removed else None
-        self.settled = True
-
-    def reset(self) -> None:
-        self.log, self.settled = None, False
-        self.conv_states[0] = self.recurrent_states[0] = None
-        self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = False
-        self.has_previous_state[0] = False
-
-    def _map(self, function) -> None:
-        if self.is_conv_states_initialized[0]:
-            self.conv_states[0] = function(self.conv_states[0])
-        if self.is_recurrent_states_initialized[0]:
-            self.recurrent_states[0] = function(self.recurrent_states[0])
-        if self.log is not None:
-            self.log = self.log.map(function)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda x: x[indices.to(x.device) if isinstance(indices, Tensor) else indices])
-
-    def allocated(self) -> dict[str, int]:
-        """Bytes held, by kind."""
-        size = {name: x.numel() * x.element_size() for name, x in self.stored().items()}
-        report = {"state": size.get("state", 0), "window": size.get("window", 0)}
-        log = sum(bytes_ for name, bytes_ in size.items() if name.startswith("log."))
-        return {**report, "rollback": log} if log else report
-
-    def stored(self) -> dict[str, Tensor]:
-        """The tensors that make up this layer's memory."""
-        tensors = {}
-        if self.is_recurrent_states_initialized[0]:
-            tensors["state"] = self.recurrent_states[0]
-        if self.is_conv_states_initialized[0]:
-            tensors["window"] = self.conv_states[0]
-        if self.log is not None:
-            tensors.update({f"log.{i}": x for i, x in enumerate(self.log.parts)})
-            if self.log.real is not None:
-                tensors["log.real"] = self.log.real
-        return tensors
-
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take over tensors that `stored` gave."""
-        if "state" in tensors:
-            self._keep(tensors.get("window"), tensors["state"])
-        parts = tuple(tensors[name] for name in sorted(tensors) if name.startswith("log.") and name != "log.real")
-        if parts:
-            self.log, self.record_past, self.settled = TokenInputs(parts, tensors.get("log.real")), True, True
+__all__ = ["DeltaStateLayer", "GrowingLayer", "KimiCache", "QuantizedLayer", "TokenInputs", "recurrent_layer"]
 
 
 class _PlainRecurrentLayer:
@@ -345,14 +79,86 @@ class KimiCache(DynamicCache):
 
     Args:
         config: the model's configuration (a composite one is asked for its text part).
+        latent_dtype: None keeps latents, keys and values as computed; "int8" or "float8_e4m3fn" rounds them to 8 bits.
+        rollback_tokens: how many tokens `crop` can take back after `activate_past_recording` on a recurrent model.
+        offloading: keep what grows in CPU memory between uses (on an accelerator).
+    Raises:
+        CacheError: an unknown `latent_dtype`, or offloading where there is no accelerator to offload from.
     """
 
-    def __init__(self, config):
-        config = config.get_text_config(decoder=True)
-        kinds = {"full_attention": GrowingLayer, "linear_attention": DeltaStateLayer}
-        Cache.__init__(self, layers=[kinds[kind]() for kind in config.layer_types])
+    def __init__(
+        self,
+        config,
+        *,
+        latent_dtype: str | None = None,
+        rollback_tokens: int = ROLLBACK_TOKENS,
+        offloading: bool = False,
+    ):
+        self.latent_dtype = check_kind(latent_dtype)
+        self.plan = cache_plan(config)
+        try:
+            Cache.__init__(self, layers=[self._new_layer(memory) for memory in self.plan], offloading=offloading)
+        except RuntimeError as error:
+            raise CacheError(
+                f"offloading=True keeps tokens in CPU memory while an accelerator computes, and there is none ({error}); "
+                "leave it out, everything is in CPU memory already"
+            ) from error
         self.length = 0
         self.padding_mask: Tensor | None = None
+        self._fits: tuple | None = None
+        self.keep_rollback(rollback_tokens)
+
+    def _new_layer(self, memory: LayerMemory) -> GrowingLayer | DeltaStateLayer:
+        if memory.kind == "state":
+            return DeltaStateLayer()
+        return GrowingLayer() if self.latent_dtype is None else QuantizedLayer(self.latent_dtype)
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows (sequences) are held, None before the first token."""
+        return next((layer.rows for layer in self.layers if layer.rows is not None), None)
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows or -1
+
+    def check_model(self, config, batch: int) -> None:
+        """Raise unless this cache belongs to a model of `config` and holds `batch` rows, all layers equally far.
+
+        Raises:
+            CacheError: what does not fit, and what to do.
+        """
+        if self._fits is None or self._fits[0] is not config or self._fits[1] != config.num_hidden_layers:
+            check_plans(self.plan, cache_plan(config), "this cache")
+            self._fits = config, config.num_hidden_layers
+        if self.rows not in (None, batch):
+            raise CacheError(
+                f"the cache holds {self.rows} rows and the input has {batch}; use batch_repeat_interleave or "
+                "batch_select_indices, or start from an empty cache"
+            )
+        astray = [i for i, layer in enumerate(self.layers) if layer.tokens != self.length]
+        if astray:
+            raise CacheError(
+                f"layer {astray[0]} holds {self.layers[astray[0]].tokens} tokens and the cache {self.length}: an earlier "
+                "forward with this cache did not finish. Go on from a fork() made before it, or reset() and start again"
+            )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Append to a layer that grows; returns all it holds.
+
+        Raises:
+            CacheError: that layer keeps a recurrent state, or does not exist.
+        """
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, GrowingLayer):
+            raise CacheError(
+                f"layer {layer_idx} attends to all tokens, but this KimiCache has "
+                f"{'no such layer' if layer is None else type(layer).__name__} there: it was made for another model. "
+                "Make it from the model's config: kimi_hf.KimiCache(model.config)"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def remember_padding(self, attention_mask: Tensor | dict | None) -> None:
         """Keep which cached tokens are padding, for later forwards that come without a mask; (B, length) or None."""
@@ -369,13 +175,29 @@ class KimiCache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.length + query_length, 0
 
+    def keep_rollback(self, tokens: int) -> None:
+        """Let recurrent layers take back up to `tokens` tokens while they record."""
+        if not isinstance(tokens, int) or tokens < 1:
+            raise CacheError(f"rollback_tokens is {tokens!r}, expected a positive number of tokens")
+        self.rollback_tokens = tokens
+        for layer in self._recurrent():
+            layer.rollback_tokens = tokens
+
+    def _recurrent(self) -> list[DeltaStateLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DeltaStateLayer)]
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest |tokens_to_remove| tokens; 0 declares everything so far final.
+        """Take back the newest tokens: crop(-n) removes n; crop(0) declares everything so far final.
 
         Raises:
-            CacheError: more tokens than are cached, or more than the recurrent layers kept; nothing changes then.
+            CacheError: a positive number, more tokens than are cached, or more than the recurrent layers kept; nothing
+                changes then.
         """
-        removed = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise CacheError(
+                f"crop({tokens_to_remove}): give minus the number of tokens to take back, as transformers does"
+            )
+        removed = -tokens_to_remove
         if removed > self.length:
             raise CacheError(f"crop({tokens_to_remove}) asks for more than the {self.length} cached tokens")
         # Recurrent layers may refuse, and refuse before they change; asked first, they leave the cache whole.
@@ -399,7 +221,7 @@ class KimiCache(DynamicCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._map_mask(lambda mask: mask[indices])
+        self._map_mask(lambda mask: mask[indices.to(mask.device) if isinstance(indices, Tensor) else indices])
 
     def _map_mask(self, function) -> None:
         if self.padding_mask is not None:
@@ -409,12 +231,85 @@ class KimiCache(DynamicCache):
     def is_compileable(self) -> bool:
         return False
 
+    def fork(self) -> "KimiCache":
+        """A second cache that goes on independently from the same tokens.
+
+        Nothing is copied now: what is there stays shared until one side writes. This cache goes on appending in place
+        behind what the fork sees; the fork copies when its first token comes.
+        """
+        return self._rebuilt([layer.fork() for layer in self.layers], self.padding_mask)
+
+    def __deepcopy__(self, memo: dict) -> "KimiCache":
+        """A cache that shares nothing; graphs are left behind, so it works under autograd too."""
+        layers = []
+        for memory, layer in zip(self.plan, self.layers, strict=True):
+            other = self._new_layer(memory)
+            other.restore({name: x.detach().clone() for name, x in layer.stored().items()}, layer.dtype)
+            if isinstance(layer, DeltaStateLayer):
+                other.record_past, other.settled, other.tokens = layer.record_past, layer.settled, layer.tokens
+                other.rollback_tokens = layer.rollback_tokens
+            layers.append(other)
+        mask = None if self.padding_mask is None else self.padding_mask.clone()
+        other = memo[id(self)] = self._rebuilt(layers, mask)
+        return other
+
+    def _rebuilt(self, layers: list, padding_mask: Tensor | None) -> "KimiCache":
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, layers=layers, padding_mask=padding_mask)
+        return other
+
+    def to_safetensors(self, path: str | os.PathLike) -> Path:
+        """Write everything a fresh process needs to go on identically; see `cache_files.write_cache`."""
+        from .cache_files import write_cache
+
+        return write_cache(self, path)
+
+    @classmethod
+    def from_safetensors(
+        cls, path: str | os.PathLike, config, *, device: str | torch.device | None = None
+    ) -> "KimiCache":
+        """Read what `to_safetensors` wrote, for a model of `config`; see `cache_files.read_cache`.
+
+        Raises:
+            CacheError: the file is no such cache, is damaged, or belongs to another model.
+        """
+        from .cache_files import read_cache
+
+        return read_cache(cls, path, config, device)
+
     def memory_report(self) -> dict[str, Any]:
-        """Bytes per layer and kind, and their sum, as allocated now."""
+        """What is allocated now, in bytes, and what one more token costs.
+
+        Returns:
+            `layers` (one row per layer), `by_kind` (tokens, state, window, rollback, padding), `total`, `length`,
+            `bytes_per_token` of one row, and `shared`: how much of it a fork looks at too.
+        """
         layers = [{"layer": i, "kind": type(x).__name__, **x.allocated()} for i, x in enumerate(self.layers)]
         totals: dict[str, int] = {}
-        for row in layers:
-            for kind, size in row.items():
-                if kind not in ("layer", "kind"):
-                    totals[kind] = totals.get(kind, 0) + size
-        return {"layers": layers, "by_kind": totals, "total": sum(totals.values()), "length": self.length}
+        shared = 0
+        for row, layer in zip(layers, self.layers, strict=True):
+            sizes = {kind: size for kind, size in row.items() if kind not in ("layer", "kind")}
+            for kind, size in sizes.items():
+                totals[kind] = totals.get(kind, 0) + size
+            shared += sum(sizes.values()) if layer.shared else 0
+        if self.padding_mask is not None:
+            totals["padding"] = held_bytes([self.padding_mask])
+        return {
+            "layers": layers,
+            "by_kind": totals,
+            "total": sum(totals.values()),
+            "length": self.length,
+            "bytes_per_token": sum(layer.bytes_per_token() for layer in self.layers),
+            "shared": shared,
+        }
+
+
+def check_plans(found: tuple[LayerMemory, ...], expected: tuple[LayerMemory, ...], what: str) -> None:
+    """Raise `CacheError` naming the first difference between a cache's layers and a model's."""
+    advice = "Make one from the model's config: kimi_hf.KimiCache(model.config)"
+    if len(found) != len(expected):
+        raise CacheError(f"{what} is for {len(found)} layers, the model has {len(expected)}. {advice}")
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name, value in theirs.to_dict().items():
+            if getattr(ours, name) != value:
+                raise CacheError(f"{what} has {name}={getattr(ours, name)} in layer {i}, the model {value}. {advice}")

@@ -150,6 +150,8 @@ def build_mask_info(
         CacheError: packed documents together with a cache.
     """
     batch, length = inputs_embeds.shape[:2]
+    if hasattr(past_key_values, "check_model"):
+        past_key_values.check_model(config, batch)
     if isinstance(attention_mask, dict):
         layout = padded_layout(attention_mask.get("linear_attention"), length)
         return MaskInfo(attention_mask.get("full_attention"), layout)
