@@ -79,10 +79,13 @@ def router_rows() -> Iterator[Row]:
         for dtype in (torch.float32, torch.bfloat16):
             inputs = torch.randn(tokens, 2048).to(dtype), (torch.randn(896, 2048) / 45).to(dtype), torch.randn(896) / 9
             name = f"router {tokens} tokens, 896 experts, {dtype}"
-            yield f"{name} forward", {
-                "ours": without_grad(ours, *inputs),
-                "plain one-hot": without_grad(plain, *inputs),
-            }
+            yield (
+                f"{name} forward",
+                {
+                    "ours": without_grad(ours, *inputs),
+                    "plain one-hot": without_grad(plain, *inputs),
+                },
+            )
 
 
 def depth_rows() -> Iterator[Row]:
@@ -135,12 +138,18 @@ def latent_rows() -> Iterator[Row]:
             (torch.randn(heads * (nope + width), rank) * rank**-0.5).to(dtype),
         )
         name = f"latent_attention T {queries}, S {keys}, {heads} heads, {dtype}"
-        yield f"{name} forward", {"ours": without_grad(ours, *inputs), "plain expand + sdpa": without_grad(plain, *inputs)}
+        yield (
+            f"{name} forward",
+            {"ours": without_grad(ours, *inputs), "plain expand + sdpa": without_grad(plain, *inputs)},
+        )
         if queries > 1 and dtype == torch.float32:
-            yield f"{name} forward + backward", {
-                "ours": forward_backward(ours, *inputs),
-                "plain expand + sdpa": forward_backward(plain, *inputs),
-            }
+            yield (
+                f"{name} forward + backward",
+                {
+                    "ours": forward_backward(ours, *inputs),
+                    "plain expand + sdpa": forward_backward(plain, *inputs),
+                },
+            )
 
 
 def mxfp4_rows() -> Iterator[Row]:
@@ -152,16 +161,22 @@ def mxfp4_rows() -> Iterator[Row]:
 
     packed, scale = pack(torch.randn(3072, 3584))
     for dtype in (torch.float32, torch.bfloat16):
-        yield f"mxfp4 unpack 3072 x 3584 to {dtype}", {
-            "ours": lambda dtype=dtype: unpack(packed, scale, dtype),
-            "plain codes + ldexp": lambda dtype=dtype: plain(packed, scale, dtype),
-        }
+        yield (
+            f"mxfp4 unpack 3072 x 3584 to {dtype}",
+            {
+                "ours": lambda dtype=dtype: unpack(packed, scale, dtype),
+                "plain codes + ldexp": lambda dtype=dtype: plain(packed, scale, dtype),
+            },
+        )
         for tokens in (1, 64):
             x = torch.randn(tokens, 3584).to(dtype)
-            yield f"mxfp4 packed_matmul {tokens} x 3584 -> 3072, {dtype}", {
-                "ours": lambda x=x: packed_matmul(x, packed, scale),
-                "plain codes + ldexp + linear": lambda x=x: linear(x, plain(packed, scale, x.dtype)),
-            }
+            yield (
+                f"mxfp4 packed_matmul {tokens} x 3584 -> 3072, {dtype}",
+                {
+                    "ours": lambda x=x: packed_matmul(x, packed, scale),
+                    "plain codes + ldexp + linear": lambda x=x: linear(x, plain(packed, scale, x.dtype)),
+                },
+            )
 
 
 SECTIONS = {
@@ -200,7 +215,9 @@ def main() -> None:
     for section in options.only.split(","):
         for name, variants in SECTIONS[section]():
             check(name, variants)
-            report(name, interleave(variants, rounds=options.rounds, budget=options.budget), "ours", stream=options.json)
+            report(
+                name, interleave(variants, rounds=options.rounds, budget=options.budget), "ours", stream=options.json
+            )
 
 
 if __name__ == "__main__":

@@ -32,14 +32,15 @@ class Timing:
 def interleave(variants: dict[str, Callable[[], object]], *, rounds: int, budget: float = 10.0) -> dict[str, Timing]:
     """Run the variants in turn, one warm-up round first, until `rounds` or `budget` seconds are spent.
 
-    Interleaving keeps other load on the machine from favouring one variant. With one thread the CPU time of the process
-    is measured, else wall time.
+    Interleaving keeps other load on the machine from favouring one variant, and every round starts with another one.
+    With one thread the CPU time of the process is measured, else wall time.
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     begun = time.perf_counter()
     for turn in range(rounds + 1):
-        for name, run in variants.items():
+        for place in range(len(variants)):
+            name, run = list(variants.items())[(turn + place) % len(variants)]
             start = clock()
             run()
             if turn:

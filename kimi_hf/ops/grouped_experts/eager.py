@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from kimi_hf.ops import checks
 from kimi_hf.ops.grouped_experts.plan import Plan, make_plan
-from kimi_hf.ops.grouped_experts.stack import Stack, add_gradient, multiply
+from kimi_hf.ops.grouped_experts.stack import Stack, add_gradient, multiply, product
 from kimi_hf.ops.grouped_experts.whole import grouped_experts_whole
 from kimi_hf.ops.mxfp4.packed import PackedWeight
 
@@ -32,10 +32,13 @@ def grouped_experts_eager(
     """See `kimi_hf.ops.grouped_experts.grouped_experts`."""
     if torch.compiler.is_compiling() or hidden.device.type != "cpu":
         return grouped_experts_whole(hidden, indices, weights, gate_up_proj, down_proj, act)
-    plan = make_plan(indices, gate_up_proj.shape[0], gate_up_proj.shape[1])
     first, second = Stack.of(gate_up_proj), Stack.of(down_proj)
     tensors = (hidden, weights, *first.tensors, *second.tensors)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if len(hidden) == 1 and not recorded:
+        return _one_token(hidden, indices, weights, act, first, second)
+    plan = make_plan(indices, gate_up_proj.shape[0], gate_up_proj.shape[1])
+    if recorded:
         return _GroupedExperts.apply(hidden, weights, plan, act, len(first.tensors), *first.tensors, *second.tensors)
     return _forward(hidden, weights, plan, act, first, second, None)
 
@@ -72,15 +75,13 @@ class _GroupedExperts(torch.autograd.Function):
             with torch.enable_grad():
                 leaf = gate_up.detach().requires_grad_()
                 inner = ctx.act(leaf)
-            u = torch.empty_like(inner)
-            multiply(d, second, segment.experts, u, transposed=True)
+            u = multiply(d, second, segment.experts, transposed=True)
             scale = flat_weights.index_select(0, pair).to(wide)[:, None]
             d_weights[pair] = (inner.detach().to(wide) * u).sum(-1)
             d_inner = (u * scale).to(u.dtype)
             (d_gate_up,) = torch.autograd.grad(inner, leaf, d_inner)
             if d_hidden is not None:
-                d_x = torch.empty_like(d)
-                multiply(d_gate_up, first, segment.experts, d_x, transposed=True)
+                d_x = multiply(d_gate_up, first, segment.experts, transposed=True)
                 d_hidden.index_add_(0, token, d_x.to(wide))
             weighted = (inner.detach() * scale).to(inner.dtype) if d_stacks[ctx.split] is not None else None
             x = hidden.index_select(0, token) if d_stacks[0] is not None else None
@@ -94,6 +95,22 @@ class _GroupedExperts(torch.autograd.Function):
         return d_hidden, d_weights, None, None, None, *d_stacks
 
 
+def _one_token(
+    hidden: Tensor, indices: Tensor, weights: Tensor, act: Activation, first: Stack, second: Stack
+) -> Tensor:
+    """Decoding: nothing to sort, gather or scatter, so that reading k experts is all that is left."""
+    wide = checks.compute_dtype(hidden.dtype)
+    chosen = [(slot, expert) for slot, expert in enumerate(indices[0].tolist()) if 0 <= expert < first.experts]
+    gate_up = hidden.new_zeros(indices.shape[1], first.rows)
+    for slot, expert in chosen:
+        product(hidden, first, expert, out=gate_up[slot : slot + 1])
+    inner = act(gate_up)
+    y = hidden.new_zeros(indices.shape[1], second.rows)
+    for slot, expert in chosen:
+        product(inner[slot : slot + 1], second, expert, out=y[slot : slot + 1])
+    return (weights.to(wide) @ y.to(wide)).to(hidden.dtype)
+
+
 def _forward(
     hidden: Tensor, weights: Tensor, plan: Plan, act: Activation, first: Stack, second: Stack, kept: Tensor | None
 ) -> Tensor:
@@ -104,11 +121,8 @@ def _forward(
     for segment in plan.segments:
         token = plan.token[segment.span]
         x = hidden.index_select(0, token)
-        gate_up = x.new_empty(len(token), first.rows) if kept is None else kept[segment.span]
-        multiply(x, first, segment.experts, gate_up)
-        inner = act(gate_up)
-        y = torch.empty_like(x)
-        multiply(inner, second, segment.experts, y)
+        inner = act(multiply(x, first, segment.experts, None if kept is None else kept[segment.span]))
+        y = multiply(inner, second, segment.experts)
         scale = flat_weights.index_select(0, plan.pair[segment.span]).to(wide)[:, None]
         out.index_add_(0, token, y.mul_(scale) if y.dtype == wide else y.to(wide).mul_(scale))
     return out.to(hidden.dtype)

@@ -9,8 +9,8 @@ from torch.nn.functional import linear
 
 from kimi_hf.ops import checks
 
-# Weight elements cast at a time: the fp32 copy of a piece stays in cache between its cast and its product.
-PIECE = 1 << 18
+# Weight elements cast at a time, 4 MiB in fp32: the copy is still in cache for its product, and its memory is reused.
+PIECE = 1 << 20
 
 
 def route_eager(
