@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from kimi_hf.checkpoint.geometry import load_config
+from kimi_hf.checkpoint.layout import TensorSpec, is_vision, released_layout
+from kimi_hf.checkpoint.shards import INDEX_NAME
 from kimi_hf.conversion.configs import to_json
-from kimi_hf.conversion.geometry import load_config
-from kimi_hf.conversion.layout import TensorSpec, is_vision, released_layout
-from kimi_hf.conversion.shards import INDEX_NAME
 from kimi_hf.conversion.writer import build_header
 
 SHARDS = 96

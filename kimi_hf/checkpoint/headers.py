@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .loading import SHOWN, WEIGHT_FILES
+from .shards import open_checkpoint
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -34,8 +35,6 @@ def check_headers(
     """
     if variant or not any((folder / name).exists() for name in WEIGHT_FILES):
         return
-    from ..conversion.shards import open_checkpoint
-
     if isinstance(config, type):
         config = config.from_pretrained(folder)
     with open_checkpoint(folder) as checkpoint:

@@ -6,6 +6,9 @@ from pathlib import Path
 from transformers.utils import logging
 
 from ..errors import CheckpointError
+from .check import check_decay_tails, expert_layout, find_problems
+from .geometry import as_dict, is_packed
+from .shards import open_checkpoint
 
 logger = logging.get_logger(__name__)
 # A checkpoint may lack a whole part (no tower, no head), but a part of which something is there must be there whole.
@@ -35,9 +38,6 @@ def check_before_loading(
     """
     if variant or not any((folder / name).exists() for name in WEIGHT_FILES):
         return
-    from ..conversion.check import check_decay_tails, find_problems
-    from ..conversion.shards import open_checkpoint
-
     if isinstance(config, type):
         config = config.from_pretrained(folder)
     with open_checkpoint(folder) as checkpoint:
@@ -67,9 +67,6 @@ def _part(name: str) -> str | None:
 
 def _check_format(checkpoint, config) -> None:
     """Raise if the files' experts are packed and the configuration does not say so, or the other way round."""
-    from ..conversion.check import expert_layout
-    from ..conversion.geometry import as_dict, is_packed
-
     found = expert_layout(checkpoint)
     block = getattr(config, "quantization_config", None)
     if found == "fused_packed" and getattr(block, "dequantize", False):

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kimi_hf.conversion import gpt2
 from kimi_hf.checkpoint.check import check_decay_tails
-from kimi_hf.conversion.configs import dense_config, packed_config, side_files, to_json
 from kimi_hf.checkpoint.geometry import is_packed
+from kimi_hf.checkpoint.shards import INDEX_NAME
+from kimi_hf.conversion import gpt2
+from kimi_hf.conversion.configs import dense_config, packed_config, side_files, to_json
 from kimi_hf.conversion.original import Original, Scales, record
 from kimi_hf.conversion.plan import Plan, check_source, dense_dtype, home
-from kimi_hf.checkpoint.shards import INDEX_NAME
 from kimi_hf.conversion.view import CheckpointView
 from kimi_hf.conversion.writer import PlannedShard, Recipe, plan_shards, write_folder
 from kimi_hf.errors import ConfigError

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from kimi_hf.conversion.configs import side_files, to_json
 from kimi_hf.checkpoint.geometry import load_config
-from kimi_hf.conversion.gpt2_ladder import gpt2_to_ladder, ladder_names, ladder_to_gpt2
 from kimi_hf.checkpoint.layout import TensorSpec
-from kimi_hf.conversion.recipes import InMemory
 from kimi_hf.checkpoint.shards import DTYPE_NAMES, open_checkpoint
+from kimi_hf.conversion.configs import side_files, to_json
+from kimi_hf.conversion.gpt2_ladder import gpt2_to_ladder, ladder_names, ladder_to_gpt2
+from kimi_hf.conversion.recipes import InMemory
 from kimi_hf.conversion.writer import PlannedShard, write_folder
 from kimi_hf.errors import CheckpointError, ConfigError
 

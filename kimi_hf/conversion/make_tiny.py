@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kimi_hf.conversion.configs import dense_config, packed_config, to_json
-from kimi_hf.conversion.convert import DEFAULT_SHARD, add_output_arguments
 from kimi_hf.checkpoint.geometry import TextGeometry, kda_layers, load_config, text_section
 from kimi_hf.checkpoint.layout import TensorSpec, parse_layer, released_layout
+from kimi_hf.conversion.configs import dense_config, packed_config, to_json
+from kimi_hf.conversion.convert import DEFAULT_SHARD, add_output_arguments
 from kimi_hf.conversion.recipes import Random
 from kimi_hf.conversion.writer import plan_shards, write_folder
 from kimi_hf.errors import ConfigError

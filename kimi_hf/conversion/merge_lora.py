@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kimi_hf.checkpoint.layout import DTYPE_BYTES, VISION_PREFIXES, TensorSpec, parse_layer
+from kimi_hf.checkpoint.shards import TORCH_DTYPES, Checkpoint, as_tensor, read_header
 from kimi_hf.conversion.configs import dense_config, side_files, to_json
 from kimi_hf.conversion.convert import DEFAULT_SHARD, add_output_arguments, density, keep_files
-from kimi_hf.checkpoint.layout import DTYPE_BYTES, VISION_PREFIXES, TensorSpec, parse_layer
 from kimi_hf.conversion.plan import Plan, check_source, dense_dtype
 from kimi_hf.conversion.recipes import ByteRange, Dense, InMemory, Matrix, Packed, to_bytes
-from kimi_hf.checkpoint.shards import TORCH_DTYPES, Checkpoint, as_tensor, read_header
 from kimi_hf.conversion.view import CheckpointView
 from kimi_hf.conversion.writer import CHUNK, Recipe, plan_shards, write_folder
 from kimi_hf.errors import CheckpointError, ConfigError

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kimi_hf.checkpoint.layout import TensorSpec
-from kimi_hf.conversion.recipes import ByteRange, Copy, Matrix
 from kimi_hf.checkpoint.shards import (
     INDEX_NAME,
     Checkpoint,
@@ -19,6 +18,7 @@ from kimi_hf.checkpoint.shards import (
     parse_prefix,
     read_header,
 )
+from kimi_hf.conversion.recipes import ByteRange, Copy, Matrix
 from kimi_hf.conversion.view import CheckpointView
 from kimi_hf.conversion.writer import PlannedShard, Recipe
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kimi_hf.checkpoint.geometry import TextGeometry, load_config
 from kimi_hf.conversion.configs import (
     experts_config,
     layers_config,
@@ -16,7 +17,6 @@ from kimi_hf.conversion.configs import (
     vocabulary_config,
 )
 from kimi_hf.conversion.convert import DEFAULT_SHARD, add_output_arguments, density
-from kimi_hf.checkpoint.geometry import TextGeometry, load_config
 from kimi_hf.conversion.plan import Cut, Plan, check_source
 from kimi_hf.conversion.view import CheckpointView
 from kimi_hf.conversion.writer import plan_shards, write_folder

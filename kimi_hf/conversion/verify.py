@@ -11,10 +11,10 @@ import torch
 from tqdm import tqdm
 
 from kimi_hf.checkpoint.check import check_decay_tails, check_scales, find_problems
-from kimi_hf.conversion.gpt2 import is_gpt2, read_any
 from kimi_hf.checkpoint.layout import DTYPE_BYTES
-from kimi_hf.conversion.recipes import ByteRange, Matrix
 from kimi_hf.checkpoint.shards import as_tensor
+from kimi_hf.conversion.gpt2 import is_gpt2, read_any
+from kimi_hf.conversion.recipes import ByteRange, Matrix
 from kimi_hf.conversion.view import CheckpointView
 from kimi_hf.conversion.writer import CHUNK
 from kimi_hf.errors import CheckpointError

@@ -13,8 +13,8 @@ from typing import Any
 from kimi_hf.checkpoint.check import expert_layout, text_prefix
 from kimi_hf.checkpoint.geometry import TextGeometry, is_kimi, load_config
 from kimi_hf.checkpoint.layout import DTYPE_BYTES, is_vision
-from kimi_hf.conversion.recipes import ByteRange, Matrix
 from kimi_hf.checkpoint.shards import Checkpoint, TensorEntry, open_checkpoint
+from kimi_hf.conversion.recipes import ByteRange, Matrix
 from kimi_hf.errors import CheckpointError
 
 MATRICES = ("w1", "w2", "w3")

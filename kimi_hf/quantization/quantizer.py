@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
+from ..checkpoint.check import check_scales
+from ..checkpoint.shards import open_checkpoint
 from ..errors import CheckpointError, ConfigError
 from ..modeling.moe import KimiExperts
 from ..ops.mxfp4 import unpack
@@ -18,9 +20,6 @@ NAN_SCALE = 255
 
 def _refuse_nan_scales(model, name: str) -> NoReturn:
     """Raise for a scale that is NaN, by the tensor and file that hold it if the folder is still there, else by `name`."""
-    from ..conversion.check import check_scales
-    from ..conversion.shards import open_checkpoint
-
     folder = Path(model.config.name_or_path)
     if folder.is_dir():
         with open_checkpoint(folder) as checkpoint:

@@ -13,8 +13,8 @@ from types import ModuleType
 import torch
 
 from kimi_hf.checkpoint.layout import TensorSpec
-from kimi_hf.conversion.recipes import InMemory
 from kimi_hf.checkpoint.shards import DTYPE_NAMES, open_checkpoint
+from kimi_hf.conversion.recipes import InMemory
 from kimi_hf.conversion.writer import PlannedShard, build_header, build_index
 
 INDEX = "model.safetensors.index.json"

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from kimi_hf.checkpoint.geometry import is_packed, load_config
+from kimi_hf.checkpoint.shards import open_checkpoint
 from kimi_hf.conversion import convert as convert_module
 from kimi_hf.conversion import writer
 from kimi_hf.conversion.convert import convert
-from kimi_hf.checkpoint.geometry import is_packed, load_config
 from kimi_hf.conversion.original import FOLDER
 from kimi_hf.conversion.recipes import exact_codes
-from kimi_hf.checkpoint.shards import open_checkpoint
 from kimi_hf.conversion.verify import compare
 from kimi_hf.errors import CheckpointError, ConfigError
 from kimi_hf.ops import mxfp4

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import kimi_hf  # noqa: F401
-from kimi_hf.conversion import convert as convert_module
 from kimi_hf.checkpoint.geometry import load_config
+from kimi_hf.conversion import convert as convert_module
 from kimi_hf.conversion.gpt2 import convert, gpt2_to_nanogpt, nanogpt_to_gpt2, read_gpt2, read_nanogpt
 from kimi_hf.conversion.verify import compare
 from kimi_hf.errors import CheckpointError, ConfigError

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from kimi_hf.configuration import KimiK3VisionConfig, KimiLinearConfig, preset
 from kimi_hf.checkpoint.geometry import (
     TEXT_DEFAULTS,
     VISION_DEFAULTS,
@@ -22,6 +21,7 @@ from kimi_hf.checkpoint.layout import (
     released_layout,
 )
 from kimi_hf.checkpoint.shards import open_checkpoint
+from kimi_hf.configuration import KimiK3VisionConfig, KimiLinearConfig, preset
 from kimi_hf.errors import CheckpointError, ConfigError
 
 

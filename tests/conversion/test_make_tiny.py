@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from kimi_hf.configuration import KimiK3Config, KimiLinearConfig
-from kimi_hf.conversion import make_tiny as module
 from kimi_hf.checkpoint.check import check_checkpoint, check_decay_tails, check_scales
 from kimi_hf.checkpoint.geometry import TextGeometry, load_config
+from kimi_hf.configuration import KimiK3Config, KimiLinearConfig
+from kimi_hf.conversion import make_tiny as module
 from kimi_hf.conversion.make_tiny import make_tiny, set_fields, shrink_config
 from kimi_hf.errors import ConfigError
 from kimi_hf.ops import mxfp4

@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
+from kimi_hf.checkpoint.geometry import is_packed, load_config
 from kimi_hf.conversion import merge_lora as module
 from kimi_hf.conversion.convert import convert
-from kimi_hf.checkpoint.geometry import is_packed, load_config
 from kimi_hf.conversion.merge_lora import merge_lora
 from kimi_hf.errors import CheckpointError, ConfigError
 from kimi_hf.ops import mxfp4

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from kimi_hf import KimiLinearForCausalLM
 from kimi_hf.checkpoint.check import check_checkpoint
-from kimi_hf.conversion.convert import convert
 from kimi_hf.checkpoint.geometry import load_config
+from kimi_hf.conversion.convert import convert
 from kimi_hf.conversion.make_tiny import make_tiny, shrink_config
 from kimi_hf.conversion.merge_lora import merge_lora
 from kimi_hf.conversion.slice import slice_checkpoint

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from kimi_hf.checkpoint.check import check_checkpoint
+from kimi_hf.checkpoint.geometry import is_packed, load_config
 from kimi_hf.configuration import KimiK3Config, KimiLinearConfig
 from kimi_hf.conversion import slice as slice_module
-from kimi_hf.checkpoint.check import check_checkpoint
 from kimi_hf.conversion.convert import convert
-from kimi_hf.checkpoint.geometry import is_packed, load_config
 from kimi_hf.conversion.slice import parse_numbers, slice_checkpoint
 from kimi_hf.errors import CheckpointError, ConfigError
 

@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
+from kimi_hf.checkpoint.geometry import TextGeometry, load_config
+from kimi_hf.checkpoint.shards import open_checkpoint
 from kimi_hf.configuration import census, preset
 from kimi_hf.conversion import info as info_module
 from kimi_hf.conversion import verify as verify_module
 from kimi_hf.conversion.convert import convert
-from kimi_hf.checkpoint.geometry import TextGeometry, load_config
 from kimi_hf.conversion.info import describe_folder, stored_parts
 from kimi_hf.conversion.make_tiny import make_tiny, shrink_config
-from kimi_hf.checkpoint.shards import open_checkpoint
 from kimi_hf.conversion.slice import slice_checkpoint
 from kimi_hf.conversion.verify import compare, verify_config
 

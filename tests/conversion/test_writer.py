@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kimi_hf.conversion import writer
 from kimi_hf.checkpoint.layout import TensorSpec
 from kimi_hf.checkpoint.shards import open_checkpoint
+from kimi_hf.conversion import writer
 from kimi_hf.conversion.writer import JOURNAL, PlannedShard, build_header, plan_shards, write_folder
 from kimi_hf.errors import CheckpointError
 
