@@ -16,9 +16,9 @@ from transformers.utils.generic import can_return_tuple
 
 from ..configuration import KimiK3Config, KimiLinearConfig
 from ..errors import ConfigError, ShapeError
+from .generation import KimiGenerationMixin
 from .media_inputs import MediaGenerationMixin
 from .modeling_kimi_linear import KimiLinearForCausalLM, KimiLinearModel, KimiLinearPreTrainedModel
-from .pretrained import KimiGenerationMixin
 from .vision import KimiK3PatchMergerV2, KimiK3VisionModel, MergedInputs, merge_media
 
 

@@ -19,12 +19,13 @@ from ..errors import ShapeError
 from .cache import KimiCache
 from .decoder import DecoderLayer
 from .feed_forward import KimiMLP
+from .generation import KimiGenerationMixin
 from .initialization import init_decay, init_router, init_short_convolution
 from .mixers import KimiDeltaAttention, MultiHeadLatentAttention
 from .mixers.short_convolution import ShortConvolution
 from .moe import KimiExperts, KimiRouter, KimiSparseMoeBlock
 from .norms import KimiGatedRMSNorm, KimiRMSNorm
-from .pretrained import KimiGenerationMixin, KimiPreTrainedMixin
+from .pretrained import KimiPreTrainedMixin
 from .residual import BlockAttnRes, DepthNorm, DepthQuery, Stream, SumResidual
 from .sequence import build_mask_info
 
@@ -163,7 +164,7 @@ class KimiLinearModel(KimiLinearPreTrainedModel):
         for layer in self.layers[: self.config.num_hidden_layers]:
             stream = layer(*stream, mask_info=mask_info, past_key_values=past_key_values, **kwargs)
         hidden = self.norm(self.residual.read_output(self, Stream(stream[0], stream[1:])))
-        if isinstance(past_key_values, KimiCache):
+        if hasattr(past_key_values, "advance"):
             past_key_values.advance(inputs_embeds.shape[1])
         return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 

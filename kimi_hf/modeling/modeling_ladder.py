@@ -13,10 +13,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..checkpoint.headers import check_headers
 from ..checkpoint.key_maps import fuse_expert_names
 from ..configuration.configuration_ladder import LadderConfig
-from ..errors import CacheError, ShapeError
+from ..errors import ShapeError
 from .cache import KimiCache
 from .decoder import DecoderLayer
 from .feed_forward import GeluMLP, KimiMLP
+from .generation import KimiGenerationMixin
 from .initialization import init_decay, init_router, init_short_convolution
 from .mixers import (
     DeltaNet,
@@ -30,7 +31,7 @@ from .mixers.short_convolution import ShortConvolution
 from .modeling_kimi_linear import FLOAT32_NAMES, PACKING_ARGUMENTS, KimiLinearForCausalLM
 from .moe import KimiExperts, KimiRouter, KimiSparseMoeBlock
 from .norms import KimiGatedRMSNorm, KimiRMSNorm
-from .pretrained import KimiGenerationMixin, KimiPreTrainedMixin
+from .pretrained import KimiPreTrainedMixin
 from .residual import BlockAttnRes, DepthNorm, DepthQuery, FullAttnRes, Residual, Stream, SumResidual
 from .sequence import build_mask_info, token_positions
 
@@ -236,7 +237,7 @@ class LadderModel(LadderPreTrainedModel):
         for layer in self.layers[: self.config.num_hidden_layers]:
             stream = layer(*stream, mask_info=mask_info, past_key_values=past_key_values, **kwargs)
         hidden = self.norm(self.residual.read_output(self, Stream(stream[0], stream[1:])))
-        if isinstance(past_key_values, KimiCache):
+        if hasattr(past_key_values, "advance"):
             past_key_values.advance(inputs_embeds.shape[1])
         return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
@@ -274,11 +275,3 @@ class LadderForCausalLM(LadderPreTrainedModel, KimiGenerationMixin, GenerationMi
 
     # The head is the same on every decoder.
     forward = KimiLinearForCausalLM.forward
-
-    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs) -> None:
-        if generation_config.cache_implementation == "static" and "full_attention" not in self.config.layer_types:
-            raise CacheError(
-                "cache_implementation='static' needs a softmax layer to count tokens with, and this model has recurrent layers "
-                "only; leave it out (their states have a constant size anyway)"
-            )
-        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)

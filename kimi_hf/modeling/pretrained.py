@@ -1,18 +1,14 @@
-"""What all our models share towards transformers: loading, saving, `load_state_dict`, and the cache of `generate`."""
+"""What all our models share towards transformers: loading, saving and `load_state_dict`."""
 
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
 from ..checkpoint.key_maps import own_key_maps
 from ..checkpoint.loading import check_before_loading
-from ..errors import CacheError
-from .cache import KimiCache
 from .decoder import DecoderLayer
 from .moe import EXPERTS_IMPLEMENTATION
 
@@ -106,27 +102,3 @@ def _move_into(partial: Path, target: Path) -> None:
         os.replace(partial / name, target / name)
     for name in stale - new:
         (target / name).unlink(missing_ok=True)
-
-
-class KimiGenerationMixin:
-    """Makes `generate` use our own cache, and says clearly which caches cannot hold a recurrent state."""
-
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs: dict[str, Any], generation_mode, batch_size: int, max_cache_length: int
-    ) -> None:
-        kind = generation_config.cache_implementation
-        if kind == "quantized":
-            raise CacheError(
-                "cache_implementation='quantized' keeps quantised keys and values, which a recurrent state is not; leave "
-                "it out (the latent cache is already small) or use 'static'"
-            )
-        ours = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
-        if not ours or kind not in (None, "dynamic"):
-            return GenerationMixin._prepare_cache_for_generation(
-                self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-        cache = KimiCache(self.config)
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
-        return None

@@ -220,6 +220,11 @@ def _full_mask(mask: Tensor | None, cache, past: int | Tensor, batch: int, lengt
     if isinstance(past, int) and past:
         if mask is None and known is not None:
             mask = torch.ones(batch, length, dtype=torch.bool, device=known.device)
+        if mask is not None and length < mask.shape[1] < past + length:
+            raise ShapeError(
+                f"attention_mask has {mask.shape[1]} columns, but {past} tokens are cached and {length} are new; give one "
+                f"column per token ({past + length}), or for the new ones only ({length})"
+            )
         if mask is not None and mask.shape[1] < past + length:
             new = mask[:, -length:].bool()
             if known is None:
@@ -268,13 +273,7 @@ def document_starts(
             found[name] = _starts_from_lengths(name, packing[name], batch, length, device)
     if packing.get("seq_idx") is not None:
         found["seq_idx"] = _starts_from_index(packing["seq_idx"], batch, length)
-    if (
-        position_ids is not None
-        and length > 1
-        and not is_torchdynamo_compiling()
-        and isinstance(past, int)
-        and not past
-    ):
+    if position_ids is not None and length > 1 and not is_torchdynamo_compiling() and isinstance(past, int):
         starts = _starts_from_positions(position_ids, batch, length, real)
         if starts is not None:
             found["position_ids"] = starts
