@@ -94,7 +94,10 @@ def _run(code, **environment):
 
 
 def test_the_off_switch_in_the_environment(tmp_path):
-    """In a fresh process that saves by our class, too, while `kimi_linear` stays transformers' own."""
+    """In a fresh process that saves by our class, too, while `kimi_linear` stays transformers' own.
+
+    FR-23 on the way: triton is installed here, and a model on CPU trains and generates without one of its kernels.
+    """
     out = _run(
         f"""
         import kimi_hf, torch
@@ -106,10 +109,17 @@ def test_the_off_switch_in_the_environment(tmp_path):
         ours.save_pretrained({str(tmp_path)!r})
         print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__module__)
         print(type(AutoModelForCausalLM.from_pretrained({str(fixture_path(MULTIMODAL))!r})).__name__)
+        import sys
+        ids = torch.arange(5, 15)[None]
+        ours.train()(ids, labels=ids).loss.backward()
+        ours.eval().generate(ids, max_new_tokens=2, do_sample=False)
+        kernels = [name for name in sys.modules if name.startswith("kimi_hf.ops") and "kernels" in name]
+        print(kernels)
         """,
         KIMI_HF_KEEP_NATIVE_KIMI_LINEAR="1",
     )
-    native, again, composite = out.split()
+    native, again, composite, kernels = out.split()
+    assert kernels == "[]"
     assert native.startswith("transformers.") and again.startswith("transformers.")
     assert composite == "KimiK3ForConditionalGeneration"
     saved = (tmp_path / "model.safetensors").read_bytes()
