@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..ops.situ import situ
+from ..ops.situ import situ, situ_glu
 
 
 class SituGate:
@@ -15,6 +15,10 @@ class SituGate:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         return situ(gate, up, beta=self.beta, linear_beta=self.linear_beta)
 
+    def glu(self, gate_up: Tensor) -> Tensor:
+        """The same of the halves of one projection, (..., 2F) -> (..., F)."""
+        return situ_glu(gate_up, beta=self.beta, linear_beta=self.linear_beta)
+
 
 class ProductGate:
     """(gate, up) -> activation(gate) * up in the halves' own dtype, both (..., F)."""
@@ -24,6 +28,10 @@ class ProductGate:
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.activation(gate) * up
+
+    def glu(self, gate_up: Tensor) -> Tensor:
+        """The same of the halves of one projection, (..., 2F) -> (..., F)."""
+        return self(*gate_up.chunk(2, dim=-1))
 
 
 def gated_activation(config) -> SituGate | ProductGate:

@@ -63,8 +63,7 @@ class KimiExperts(nn.Module):
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         """(..., 2F) -> (..., F)."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act(gate, up)
+        return self.act.glu(gate_up)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Plain form, one slice per expert that was chosen: the definition the faster implementations are held to.

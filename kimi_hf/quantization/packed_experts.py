@@ -50,8 +50,7 @@ class KimiPackedExperts(nn.Module):
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         """(..., 2F) -> (..., F)."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act(gate, up)
+        return self.act.glu(gate_up)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts in MXFP4, {self.hidden_dim} -> {self.intermediate_dim}"
