@@ -16,6 +16,7 @@ COMMANDS = {
     "merge-lora": ("conversion.merge_lora", "merge a LoRA adapter into a released-layout checkpoint"),
     "chat": ("chat", "talk with a checkpoint in the terminal"),
     "serve": ("serve", "serve a checkpoint with transformers' own OpenAI-compatible server"),
+    "lab": ("lab.command", "measure the claims of the ladder's story, and write a report"),
 }
 
 

@@ -1,0 +1,1 @@
+"""The lab: every claim of the ladder's story as an experiment that one command runs again."""

@@ -1,0 +1,23 @@
+"""All experiments, in the order of the story."""
+
+from .cost import CENSUS, DECODING
+from .memory import CAPACITY, OVERWRITING, STABILITY
+from .numerics import CHUNKS, EQUALITY
+from .recall import FORGETTING, HYBRIDS, RECALL
+from .text import DEPTH, LANGUAGE, ROUTER
+
+EXPERIMENTS = (
+    DECODING,
+    CAPACITY,
+    OVERWRITING,
+    EQUALITY,
+    CHUNKS,
+    RECALL,
+    FORGETTING,
+    STABILITY,
+    HYBRIDS,
+    DEPTH,
+    ROUTER,
+    LANGUAGE,
+    CENSUS,
+)

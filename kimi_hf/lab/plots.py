@@ -1,0 +1,56 @@
+"""Drawing: one colour-blind safe palette, a colour and marker for every rung that never changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which stay apart for every kind of colour vision; markers say the same again.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#000000",
+)
+PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_RUNGS = ("gpt2", "linear-transformer", "delta-net", "gated-delta-net", "kimi-linear", "kimi-k3")
+STYLES = {
+    rung: {"color": color, "marker": marker, "label": rung}
+    for rung, color, marker in zip(_RUNGS, (BLACK, RED, ORANGE, SKY, GREEN, BLUE), MARKERS, strict=False)
+}
+
+
+def style(index: int, label: Any) -> dict[str, Any]:
+    """Line style number `index`."""
+    return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)], "label": str(label)}
+
+
+def panels(count: int, width: float = 5.4, height: float = 3.9) -> tuple[Figure, list[Any]]:
+    """A figure with `count` panels beside one another."""
+    plt.rcParams.update({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "lines.markersize": 5})
+    figure, axes = plt.subplots(1, count, figsize=(width * count, height), squeeze=False, constrained_layout=True)
+    return figure, list(axes[0])
+
+
+def label(axis: Any, title: str, x: str, y: str, legend: bool = True) -> None:
+    axis.set(title=title, xlabel=x, ylabel=y)
+    if legend:
+        axis.legend(fontsize=8, framealpha=0.9)
+
+
+def bars(axis: Any, names: list[str], heights: list[float], spreads: list[float] | None = None) -> None:
+    """Bars with their numbers above them."""
+    colors = [STYLES[name]["color"] if name in STYLES else PALETTE[i % len(PALETTE)] for i, name in enumerate(names)]
+    drawn = axis.bar(range(len(names)), heights, yerr=spreads, color=colors, capsize=4)
+    axis.bar_label(drawn, fmt="%.3g", fontsize=8, padding=2)
+    axis.set_xticks(range(len(names)), names, rotation=20, ha="right")
+    axis.margins(y=0.15)
