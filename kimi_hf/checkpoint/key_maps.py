@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -43,9 +45,17 @@ class NarrowDecay(ConversionOps):
         name = kwargs.get("full_layer_name") or target_patterns[0]
         model = kwargs.get("model")
         heads = _text_config(kwargs.get("config")).linear_attn_config["num_heads"]
+        parameter = None if model is None else model.get_parameter_or_buffer(name)
+        sharded = isinstance(parameter, DTensor)
+        if sharded:
+            stored = _whole(stored, parameter)
         if model is not None:
             model.__dict__["_stored_decay_shape"] = tuple(stored.shape)
-        return {target_patterns[0]: narrow_decay(stored, heads, name)}
+        decay = narrow_decay(stored, heads, name)
+        if sharded:
+            mesh, placements = parameter.device_mesh, parameter.placements
+            decay = distribute_tensor(decay, mesh, placements, src_data_rank=None).to_local()
+        return {target_patterns[0]: decay}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -66,6 +76,21 @@ class WidenDecay(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return NarrowDecay()
+
+
+def _whole(piece: Tensor, parameter: DTensor) -> Tensor:
+    """All of a stored parameter of which every process has read its own slice (transformers shards while it reads).
+
+    The slice of the stored, padded shape says nothing about the slice of the heads, so the pieces are put together
+    first; they are a few numbers.
+    """
+    for dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            group = parameter.device_mesh.get_group(dim)
+            pieces: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(pieces, piece.cpu(), group=group)
+            piece = torch.cat(pieces).to(piece.device)
+    return piece
 
 
 def narrow_decay(stored: Tensor, heads: int, name: str) -> Tensor:
