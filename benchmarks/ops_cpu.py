@@ -106,12 +106,12 @@ class Row:
         self.name, self.make, self.flops = name, make, flops
 
 
-def kda_row(T: int, bound: float | None, backward: bool, skip: tuple[str, ...] = ()) -> Row:
+def kda_row(T: int, bound: float | None, backward: bool, skip: tuple[str, ...] = (), heads: int = HEADS) -> Row:
     gate = "bounded" if bound is not None else "softplus"
     work = "forward + backward" if backward else "forward"
 
     def make():
-        inputs = list(kda_inputs(T).values())
+        inputs = list(kda_inputs(T, heads).values())
         cotangent = torch.randn_like(inputs[2])
         closures = {}
         for name, build in kda_variants(bound).items():
@@ -130,7 +130,7 @@ def kda_row(T: int, bound: float | None, backward: bool, skip: tuple[str, ...] =
             closures[name] = run
         return closures
 
-    return Row(f"kda {work}, T {T}, {gate}", make, kda_flops(T, backward=backward))
+    return Row(f"kda {work}, T {T}, {heads} heads, {gate}", make, kda_flops(T, heads, backward=backward))
 
 
 def decode_row(batch: int, heads: int) -> Row:
@@ -221,6 +221,8 @@ def rows() -> dict[str, Row]:
         "kda1024": kda_row(1024, None, False),
         "kda-train": kda_row(1024, -5.0, True, slow_backward),
         "kda-train-softplus": kda_row(1024, None, True, slow_backward),
+        "kda-train-4": kda_row(1024, -5.0, True, ("transformers recurrent", "fla recurrence"), 4),
+        "kda-train-4-softplus": kda_row(1024, None, True, ("transformers recurrent", "fla recurrence"), 4),
         "decode1": decode_row(1, 32),
         "decode4": decode_row(4, 32),
         "conv": conv_row(1024, 2048, torch.float32, False),

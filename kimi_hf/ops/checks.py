@@ -77,13 +77,13 @@ def sequence_bounds(operation: str, cu_seqlens: Tensor, tokens: int) -> list[int
     return bounds
 
 
-def require_inplace_allowed(operation: str, initial_state: Tensor | None) -> None:
-    """`inplace_state=True` needs a state to write into and no gradient through it."""
+def require_inplace_allowed(operation: str, initial_state: Tensor | None, *inputs: Tensor | None) -> None:
+    """`inplace_state=True` needs a state to write into, and no gradient through it or what is written to it."""
     if initial_state is None:
         raise ShapeError(f"{operation}: inplace_state=True needs initial_state, the storage to write into")
-    if torch.is_grad_enabled() and initial_state.requires_grad:
+    if needs_gradient(initial_state, *inputs):
         raise ShapeError(
-            f"{operation}: inplace_state=True would overwrite a tensor that needs gradients; "
+            f"{operation}: inplace_state=True would overwrite a tensor that takes part in gradients; "
             "call under torch.no_grad() or pass inplace_state=False"
         )
 

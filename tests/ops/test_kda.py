@@ -201,7 +201,9 @@ def test_more_errors():
     state = inputs.pop("initial_state")
     with pytest.raises(ShapeError, match="one packed row"):
         kda(**inputs, cu_seqlens=torch.tensor([0, 5]))
-    with pytest.raises(ShapeError, match="needs gradients"):
-        kda(**inputs, initial_state=state.requires_grad_(), inplace_state=True)
+    with pytest.raises(ShapeError, match="takes part in gradients"):
+        kda(**inputs, initial_state=state.clone().requires_grad_(), inplace_state=True)
+    with pytest.raises(ShapeError, match="takes part in gradients"):
+        kda(**(inputs | {"v": inputs["v"].clone().requires_grad_()}), initial_state=state, inplace_state=True)
     with pytest.raises(BackendError, match="no such backend"):
         kda(**inputs, backend="cuda")

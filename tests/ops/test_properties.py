@@ -118,6 +118,20 @@ def test_state_in_place(operation, T):
         assert torch.equal(a, e)
 
 
+@pytest.mark.parametrize("operation", ["kda", "gated_delta_net"])
+def test_stepping_in_and_out_of_inference_mode(operation):
+    """What stepping keeps between calls must not be tied to the mode in which it was made."""
+    inputs = make_inputs(operation, 3, 2, 3, 8, 6)
+    with torch.inference_mode():
+        inside = run(operation, inputs)
+    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+    with torch.no_grad():
+        without = run(operation, leaves)
+    for a, b in zip(inside, without, strict=True):
+        assert torch.equal(a, b)
+    run(operation, leaves)[0].sum().backward()
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @torch.no_grad()
 def test_strided_inputs(operation):

@@ -66,7 +66,7 @@ def delta_rule(
     if initial_state is not None:
         checks.require_state("delta_rule", initial_state, (sequences, H, K, v.shape[3]), q.dtype)
     if inplace_state:
-        checks.require_inplace_allowed("delta_rule", initial_state)
+        checks.require_inplace_allowed("delta_rule", initial_state, q, k, v, beta, g)
     if scale is None:
         scale = 1.0 if g is None else K**-0.5
     run = OPERATION.pick(q, backend, head_dim=K, value_dim=v.shape[3], tokens=T, gated=g is not None)

@@ -74,7 +74,7 @@ def kda(
     if initial_state is not None:
         checks.require_state("kda", initial_state, (sequences, H, K, v.shape[3]), q.dtype)
     if inplace_state:
-        checks.require_inplace_allowed("kda", initial_state)
+        checks.require_inplace_allowed("kda", initial_state, q, k, v, g, beta, A_log, dt_bias)
     run = OPERATION.pick(q, backend, head_dim=K, value_dim=v.shape[3], tokens=T, lower_bound=lower_bound)
     with no_autocast(q):
         return run(

@@ -58,7 +58,7 @@ def linear_attention(
         checks.require_state("linear_attention", S, (sequences, H, K, v.shape[3]), q.dtype)
         checks.require_shape("linear_attention", "initial_state[1]", z, (sequences, H, K), "(N, H, K)")
     if inplace_state:
-        checks.require_inplace_allowed("linear_attention", None if initial_state is None else initial_state[0])
+        checks.require_inplace_allowed("linear_attention", *(initial_state or (None,)), q, k, v)
     run = OPERATION.pick(q, backend, head_dim=K, value_dim=v.shape[3], tokens=T)
     with no_autocast(q):
         return run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kimi_hf.errors import ShapeError
@@ -65,7 +64,7 @@ def short_conv(
         shape = (sequences, channels, weight.shape[1])
         checks.require_shape("short_conv", "initial_state", initial_state, shape, "(N, C, W)")
     if inplace_state:
-        checks.require_inplace_allowed("short_conv", initial_state)
+        checks.require_inplace_allowed("short_conv", initial_state, x, weight)
     run = OPERATION.pick(x, backend)
     y, state = run(
         x,
@@ -76,6 +75,5 @@ def short_conv(
         cu_seqlens=cu_seqlens,
     )
     if inplace_state:
-        with torch.no_grad():
-            state = initial_state.copy_(state)
+        state = initial_state.copy_(state)
     return y, state
