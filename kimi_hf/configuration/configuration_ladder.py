@@ -381,6 +381,10 @@ class LadderConfig(ReleasedSchemaConfig):
     def rms_norm_eps(self) -> float:
         return self.norm_eps
 
+    @rms_norm_eps.setter
+    def rms_norm_eps(self, value: float) -> None:
+        self.norm_eps = value
+
     @property
     def situ_beta(self) -> float:
         return float(self.activation_situ_beta or 1.0)
