@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import interleave, machine, report
+from kimi_hf.ops.delta_rule import delta_rule
 from kimi_hf.ops.delta_rule.tiles import LONGEST_CHUNK
 from kimi_hf.ops.dispatch import importable
 from kimi_hf.ops.gated_norm import gated_norm
-from kimi_hf.ops.kda import kda, kda_log_decay
+from kimi_hf.ops.kda import kda, kda_log_decay, l2_normalize
+from kimi_hf.ops.linear_attention import linear_attention
 from kimi_hf.ops.short_conv import short_conv
 
 HEADS, DIM = 16, 128
@@ -133,6 +135,53 @@ def kda_row(T: int, bound: float | None, backward: bool, skip: tuple[str, ...] =
     return Row(f"kda {work}, T {T}, {heads} heads, {gate}", make, kda_flops(T, heads, backward=backward))
 
 
+def delta_row(T: int, backward: bool) -> Row:
+    """Gated DeltaNet against the plain PyTorch path of transformers' Qwen3-Next."""
+
+    def make():
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, T, HEADS, DIM) for _ in range(3))
+        beta, g = torch.rand(1, T, HEADS), -torch.rand(1, T, HEADS)
+        inputs = [q, l2_normalize(k), v, beta, g]
+
+        def ours(backend):
+            return lambda q, k, v, beta, g: delta_rule(l2_normalize(q), k, v, beta, g=g, backend=backend)[0]
+
+        def transformers(q, k, v, beta, g):
+            from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+            return torch_chunk_gated_delta_rule(l2_normalize(q), k, v, g, beta, output_final_state=False)[0]
+
+        def run(function):
+            if not backward:
+                with torch.no_grad():
+                    return (function(*inputs),)
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            return torch.autograd.grad(function(*leaves).sum(), leaves)
+
+        return {
+            "eager": lambda: run(ours("eager")),
+            "reference": lambda: run(ours("reference")),
+            "transformers chunked": lambda: run(transformers),
+        }
+
+    return Row(f"gated delta rule, T {T}, {'forward + backward' if backward else 'forward'}", make)
+
+
+def linear_row(T: int) -> Row:
+    def make():
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, T, HEADS, DIM) for _ in range(3))
+
+        def run(backend):
+            with torch.no_grad():
+                return linear_attention(q, k, v, backend=backend)[:1]
+
+        return {"eager": lambda: run("eager"), "reference": lambda: run("reference")}
+
+    return Row(f"linear attention, T {T}, forward", make)
+
+
 def decode_row(batch: int, heads: int) -> Row:
     """One token: state read and written once."""
 
@@ -225,6 +274,9 @@ def rows() -> dict[str, Row]:
         "kda-train-4-softplus": kda_row(1024, None, True, ("transformers recurrent", "fla recurrence"), 4),
         "decode1": decode_row(1, 32),
         "decode4": decode_row(4, 32),
+        "delta": delta_row(1024, False),
+        "delta-train": delta_row(1024, True),
+        "linear": linear_row(1024),
         "conv": conv_row(1024, 2048, torch.float32, False),
         "conv-bf16": conv_row(1024, 2048, torch.bfloat16, False),
         "conv-train": conv_row(1024, 2048, torch.float32, True),
