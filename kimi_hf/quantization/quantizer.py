@@ -12,7 +12,7 @@ from ..checkpoint.check import check_scales
 from ..checkpoint.shards import open_checkpoint
 from ..errors import CheckpointError, ConfigError
 from ..modeling.moe import KimiExperts
-from ..ops.mxfp4 import unpack
+from ..ops.mxfp4 import GROUP, unpack
 from .packed_experts import KimiPackedExperts, dequantize, modules_of, remember_rules
 
 NAN_SCALE = 255
@@ -25,6 +25,19 @@ def _refuse_nan_scales(model, name: str) -> NoReturn:
         with open_checkpoint(folder) as checkpoint:
             check_scales(checkpoint)
     raise CheckpointError(f"{name} holds an MXFP4 scale of 255, which is NaN in E8M0; fetch the checkpoint again")
+
+
+def _check_split(config) -> None:
+    """Refuse tensor parallelism that would cut a group of 32 weights from its scale."""
+    distributed = getattr(config, "distributed_config", None)
+    if distributed is None or distributed.tp_size == 1 or distributed.ep_size > 1:
+        return
+    inner, size = config.get_text_config().moe_intermediate_size, distributed.tp_size
+    if inner % (GROUP * size):
+        raise ConfigError(
+            f"moe_intermediate_size is {inner}, which tp_size {size} does not split into whole MXFP4 groups of {GROUP}; "
+            f"split the experts by number instead, DistributedConfig(tp_size={size}, ep_size={size})"
+        )
 
 
 class UnpackExperts(ConversionOps):
@@ -68,8 +81,22 @@ class KimiMxfp4Quantizer(HfQuantizer):
             )
         if self.quantization_config.dequantize:
             return
+        _check_split(model.config)
         for name, experts in modules_of(model, KimiExperts):
             model.set_submodule(name, KimiPackedExperts.shaped_like(experts, model.config.get_text_config()))
+
+    def update_parallel_plan(self, model, plan: dict[str, str]) -> None:
+        """Shard packed experts as dense ones: bytes and scales go where the weight would.
+
+        Rows of `down_proj` are split between groups of 32 only, so that each process has whole groups with their scales.
+        """
+        super().update_parallel_plan(model, plan)
+        if self.quantization_config.dequantize:
+            return
+        for key in [key for key in plan if key.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+            for suffix in ("_packed", "_scale"):
+                plan[key + suffix] = plan[key]
+            del plan[key]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if "_nan_scale" in model.__dict__:

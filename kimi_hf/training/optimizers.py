@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 
@@ -46,7 +47,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         per_head: orthogonalise the q, k, v projections head by head, as K3's training did.
         muon, adamw: further arguments of the two optimisers.
     Raises:
-        ConfigError: this torch has no Muon, or no matrix of a decoder layer is trainable.
+        ConfigError: this torch has no Muon, no matrix of a decoder layer is trainable, or `per_head` on a model that is
+            split over processes.
     """
 
     def __init__(
@@ -64,6 +66,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         matrices = [(n, p) for n, p in named if ".layers." in f".{n}" and p.ndim == 2 and is_decayed(n, p)]
         if not matrices:
             raise ConfigError("MuonWithAdamW found no trainable matrix in a decoder layer; use AdamW")
+        split = [n for n, p in matrices if isinstance(p, DTensor)]
+        if per_head and split:
+            raise ConfigError(
+                f"per_head=True, but {split[0]} and {len(split) - 1} more are split over processes, across their heads; use "
+                "per_head=False, or whole parameters (DDP)"
+            )
         chosen = {id(p) for _, p in matrices}
         rest = [(n, p) for n, p in named if id(p) not in chosen]
         self.views: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
