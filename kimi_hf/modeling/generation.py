@@ -12,6 +12,7 @@ from transformers.utils import is_torchdynamo_compiling
 from ..errors import CacheError
 from .cache import KimiCache
 from .cache_layers import ROLLBACK_TOKENS
+from .sequence import cached_length
 
 _PAGED = (
     "continuous batching keeps keys and values in pages, and a recurrent state is no list of keys; use generate() with a "
@@ -59,6 +60,8 @@ class KimiGenerationMixin:
     ) -> None:
         kind = generation_config.cache_implementation
         given = model_kwargs.get("past_key_values") is not None
+        if given and not isinstance(model_kwargs["past_key_values"], tuple):
+            cached_length(model_kwargs["past_key_values"])  # raises for a cache that could not count
         if given or generation_config.use_cache is False or kind in ALL_STATIC_CACHE_IMPLEMENTATIONS:
             if not given and "offloaded" in (kind or "") and self.device.type == "cpu":
                 raise CacheError(
@@ -76,6 +79,7 @@ class KimiGenerationMixin:
         )
         if generation_config.is_assistant:
             cache.activate_past_recording()
+            cache.keep_rollback(_longest_draft(generation_config.max_new_tokens, self.generation_config))
         model_kwargs["past_key_values"] = cache
         return None
 
@@ -92,11 +96,9 @@ class KimiGenerationMixin:
         generator = GenerationMixin._get_candidate_generator(self, generation_config, *args, **kwargs)
         cache = kwargs.get("model_kwargs", {}).get("past_key_values")
         if isinstance(cache, KimiCache):
-            longest = int(getattr(generator, "num_assistant_tokens", 0) or getattr(generator, "num_output_tokens", 0))
-            settings = getattr(generator, "assistant_generation_config", None)
-            if getattr(settings, "num_assistant_tokens_schedule", "constant") != "constant":
-                longest = max(longest, _LONGEST_DRAFT)  # it grows with every draft that is accepted
-            cache.keep_rollback(max(ROLLBACK_TOKENS, cache.rollback_tokens, longest + 1))
+            tokens = getattr(generator, "num_assistant_tokens", None) or getattr(generator, "num_output_tokens", 0)
+            longest = _longest_draft(tokens, getattr(generator, "assistant_generation_config", None))
+            cache.keep_rollback(max(cache.rollback_tokens, longest))
         return generator
 
     def generate_batch(self, *args, **kwargs):
@@ -114,6 +116,13 @@ class KimiGenerationMixin:
     def continuous_batching_context_manager(self, *args, **kwargs):
         """See `generate_batch`."""
         raise CacheError(f"continuous_batching_context_manager: {_PAGED}")
+
+
+def _longest_draft(tokens: float | None, settings) -> int:
+    """How many tokens a recurrent layer must be able to take back when drafts have `tokens` tokens at first."""
+    schedule = getattr(settings, "num_assistant_tokens_schedule", None) or "constant"
+    # Other schedules lengthen the draft whenever one was accepted whole.
+    return max(ROLLBACK_TOKENS, int(tokens or 0) + 2, 0 if schedule == "constant" else _LONGEST_DRAFT)
 
 
 def _latent_dtype(kind: str | None, options: dict[str, Any] | None) -> str | None:

@@ -155,7 +155,7 @@ def build_mask_info(
     if isinstance(attention_mask, dict):
         layout = padded_layout(attention_mask.get("linear_attention"), length)
         return MaskInfo(attention_mask.get("full_attention"), layout)
-    past = _cached_length(past_key_values)
+    past = cached_length(past_key_values)
     attention_mask = _full_mask(attention_mask, past_key_values, past, batch, length)
     starts = document_starts(batch, length, attention_mask, position_ids, packing, inputs_embeds.device, past)
     if starts is not None:
@@ -179,7 +179,12 @@ def build_mask_info(
     return MaskInfo(attention, layout, real=real)
 
 
-def _cached_length(cache) -> int | Tensor:
+def cached_length(cache) -> int | Tensor:
+    """How many tokens `cache` holds (a tensor for static ones), 0 without one.
+
+    Raises:
+        CacheError: it cannot say, because it is a plain one and all layers are recurrent.
+    """
     if cache is None:
         return 0
     try:
@@ -201,7 +206,7 @@ def token_positions(
         return mask_info.layout.positions()
     if mask_info.real is not None:
         return (mask_info.real.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
-    return (_cached_length(past_key_values) + torch.arange(length, device=device))[None]
+    return (cached_length(past_key_values) + torch.arange(length, device=device))[None]
 
 
 def _full_mask(mask: Tensor | None, cache, past: int | Tensor, batch: int, length: int) -> Tensor | None:
