@@ -83,7 +83,7 @@ class KimiCache(DynamicCache):
         rollback_tokens: how many tokens `crop` can take back after `activate_past_recording` on a recurrent model.
         offloading: keep what grows in CPU memory between uses (on an accelerator).
     Raises:
-        CacheError: an unknown `latent_dtype`, or offloading where there is no accelerator to offload from.
+        CacheError: an unknown `latent_dtype`, or no positive `rollback_tokens`.
     """
 
     def __init__(
@@ -96,13 +96,7 @@ class KimiCache(DynamicCache):
     ):
         self.latent_dtype = check_kind(latent_dtype)
         self.plan = cache_plan(config)
-        try:
-            Cache.__init__(self, layers=[self._new_layer(memory) for memory in self.plan], offloading=offloading)
-        except RuntimeError as error:
-            raise CacheError(
-                f"offloading=True keeps tokens in CPU memory while an accelerator computes, and there is none ({error}); "
-                "leave it out, everything is in CPU memory already"
-            ) from error
+        Cache.__init__(self, layers=[self._new_layer(memory) for memory in self.plan], offloading=offloading)
         self.length = 0
         self.padding_mask: Tensor | None = None
         self._fits: tuple | None = None
@@ -149,7 +143,7 @@ class KimiCache(DynamicCache):
         """Append to a layer that grows; returns all it holds.
 
         Raises:
-            CacheError: that layer keeps a recurrent state, or does not exist.
+            CacheError: that layer keeps a recurrent state, or does not exist; or `offloading` with tensors on the CPU.
         """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if not isinstance(layer, GrowingLayer):
@@ -157,6 +151,11 @@ class KimiCache(DynamicCache):
                 f"layer {layer_idx} attends to all tokens, but this KimiCache has "
                 f"{'no such layer' if layer is None else type(layer).__name__} there: it was made for another model. "
                 "Make it from the model's config: kimi_hf.KimiCache(model.config)"
+            )
+        if self.offloading and key_states.device.type == "cpu":
+            raise CacheError(
+                "offloading=True keeps tokens in CPU memory while an accelerator computes, but this model is on the CPU; "
+                "leave it out, everything is in CPU memory already"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -71,6 +71,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, **kwargs):
         self.store: TokenStore | None = None
+        self.dtype = self.device = None
         super().__init__(**kwargs)
 
     @property
