@@ -55,18 +55,25 @@ class Launch:
 
 
 _recorder: list[Launch] | None = None
+_recording_for_hip = False
 _forced: dict[str, str] = {}  # kernel name -> configuration name, while tuning
 
 
 @contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Inside the block nothing runs: launches are listed instead. Works with tensors on the "meta" device."""
-    global _recorder
-    before, _recorder = _recorder, []
+def record_launches(hip: bool = False) -> Iterator[list[Launch]]:
+    """Inside the block nothing runs: launches are listed instead, as for AMD with `hip`. Takes "meta" tensors."""
+    global _recorder, _recording_for_hip
+    before = _recorder, _recording_for_hip
+    _recorder, _recording_for_hip = [], hip
     try:
         yield _recorder
     finally:
-        _recorder = before
+        _recorder, _recording_for_hip = before
+
+
+def on_hip() -> bool:
+    """Whether kernels are for AMD GPUs."""
+    return _recording_for_hip or torch.version.hip is not None
 
 
 @contextmanager
@@ -90,13 +97,16 @@ def _device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def choose(kernel: Any, configs: tuple[Config, ...], key: str, device: torch.device) -> Config:
-    """The configuration to launch: forced, else the shipped tuning table's for this device and key, else the first."""
+def choose(kernel: Any, configs: tuple[Config, ...], key: str, device: torch.device, *, narrow: bool = False) -> Config:
+    """The configuration to launch: forced, else the shipped tuning table's for this device and key, else the first.
+
+    `narrow` takes the last one for default: the smallest, where registers are short (fp32 operands, AMD).
+    """
     name = _forced.get(kernel.__name__)
     if name is None and device.type == "cuda":
         name = tuned_table().get(_device_name(device.index or 0), {}).get(f"{kernel.__name__}/{key}")
     if name is None:
-        return configs[0]
+        return configs[-1 if narrow else 0]
     for config in configs:
         if config.name == name:
             return config
@@ -142,7 +152,7 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 def fp32_precision(device: torch.device) -> str:
     """How fp32 operands are multiplied: never plain tf32. Three tf32 products on NVIDIA, IEEE fp32 elsewhere."""
-    if device.type in ("cuda", "meta") and torch.version.hip is None:
+    if device.type in ("cuda", "meta") and not on_hip():
         return "tf32x3"
     return "ieee"
 

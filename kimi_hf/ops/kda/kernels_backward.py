@@ -39,14 +39,17 @@ from kimi_hf.ops.kernels_common import Config, cdiv, choose, launch, softplus, w
 STATE_GRAD = (
     Config("v32_w4", {"BV": 32}, num_warps=4, num_stages=1),
     Config("v64_w8", {"BV": 64}, num_warps=8, num_stages=1),
+    Config("v16_w8", {"BV": 16}, num_warps=8, num_stages=1),
 )
 VALUE_GRAD = (
     Config("v32_w8", {"BV": 32}, num_warps=8, num_stages=1),
     Config("v64_w8", {"BV": 64}, num_warps=8, num_stages=1),
+    Config("v16_w8", {"BV": 16}, num_warps=8, num_stages=1),
 )
 KEY_GRAD = (
     Config("k32v64_w8", {"BK": 32, "BV": 64}, num_warps=8, num_stages=1),
     Config("k64v32_w8", {"BK": 64, "BV": 32}, num_warps=8, num_stages=1),
+    Config("k16v32_w8", {"BK": 16, "BV": 32}, num_warps=8, num_stages=1),
 )
 SCORE_GRAD = (
     Config("k16_w8", {"BK": 16}, num_warps=8, num_stages=1),
@@ -522,7 +525,7 @@ def run_backward(
 
     dd, dstates = s.empty(*v.shape), s.empty(s.chunks, s.H, s.K, s.V)
     dinitial = None if initial is None else s.empty(*initial.shape, dtype=initial.dtype)
-    config = choose(chunk_state_grad_kernel, STATE_GRAD, s.key, s.device)
+    config = choose(chunk_state_grad_kernel, STATE_GRAD, s.key, s.device, narrow=s.narrow)
     launch(
         chunk_state_grad_kernel, (s.sequences * s.H * cdiv(s.V, config.constants["BV"]),), config, s.device,
         **everywhere, **s.products, q_ptr=c.q_out, k_ptr=c.k_out, w_ptr=c.w, b_ptr=c.b, scores_ptr=c.scores, do_ptr=do,
@@ -539,7 +542,7 @@ def run_backward(
         dbeta_mapped = s.empty(s.tokens, s.H, dtype=fp32)
         dv, dbeta = s.empty(*v.shape), s.empty(*beta.shape, dtype=beta.dtype)
     launch(
-        chunk_value_grad_kernel, grid, choose(chunk_value_grad_kernel, VALUE_GRAD, s.key, s.device), s.device,
+        chunk_value_grad_kernel, grid, choose(chunk_value_grad_kernel, VALUE_GRAD, s.key, s.device, narrow=s.narrow), s.device,
         **by_chunk, **s.products, **delta, v_ptr=v, beta_ptr=beta, u_ptr=c.u, d_ptr=c.d, inverse_ptr=c.inverse,
         do_ptr=do, dd_ptr=dd, dscores_ptr=dscores, dA_part_ptr=dA_part, dv_ptr=dv, dbeta_ptr=dbeta_mapped, V=s.V,
     )  # fmt: skip
@@ -549,7 +552,7 @@ def run_backward(
     inputs = {"q_ptr": q, "k_ptr": k, "beta_ptr": beta}
     grads = {"dA_ptr": dA, "dq_ptr": dq_mapped, "dk_ptr": dk_mapped, "dg_ptr": dg_mapped, "dbeta_ptr": dbeta_mapped}
     launch(
-        chunk_key_grad_kernel, grid, choose(chunk_key_grad_kernel, KEY_GRAD, s.key, s.device), s.device,
+        chunk_key_grad_kernel, grid, choose(chunk_key_grad_kernel, KEY_GRAD, s.key, s.device, narrow=s.narrow), s.device,
         **by_chunk, **s.products, **delta, **mapping, **inputs, **grads, dA_part_ptr=dA_part, b_ptr=c.b, w_ptr=c.w, d_ptr=c.d,
         inverse_ptr=c.inverse, states_ptr=c.states, dstates_ptr=dstates, do_ptr=do, dd_ptr=dd, K=s.K, V=s.V,
         DECAY=rule.decay, SHARES=s.solve,

@@ -44,6 +44,7 @@ from kimi_hf.ops.kernels_common import (
     fp32_precision,
     launch,
     next_power_of_2,
+    on_hip,
     softplus,
     wide,
 )
@@ -53,11 +54,13 @@ PREPARE = (Config("k64_w4", {"BK": 64}, num_warps=4, num_stages=1),)
 INTRA = (
     Config("k32v64_w8", {"BK": 32, "BV": 64}, num_warps=8, num_stages=1),
     Config("k64v64_w8", {"BK": 64, "BV": 64}, num_warps=8, num_stages=1),
+    Config("k16v32_w4", {"BK": 16, "BV": 32}, num_warps=4, num_stages=1),
+    Config("k16v32_w8", {"BK": 16, "BV": 32}, num_warps=8, num_stages=1),
 )
 STATE = (
     Config("v32_w4", {"BV": 32}, num_warps=4, num_stages=2),
     Config("v64_w8", {"BV": 64}, num_warps=8, num_stages=2),
-    Config("v16_w4", {"BV": 16}, num_warps=4, num_stages=3),
+    Config("v16_w4", {"BV": 16}, num_warps=4, num_stages=1),
 )
 OUTPUT = (
     Config("k64v64_w4", {"BK": 64, "BV": 64}, num_warps=4, num_stages=2),
@@ -97,6 +100,7 @@ class Sizes:
         by_segment = rule.gate == "bounded" and lower_bound >= SEGMENT_BOUND and q.dtype in SEGMENT_DTYPES
         self.lowest = SEGMENT.value.bit_length() - 1 if by_segment else 0  # log2 of the segments the levels leave
         self.levels = chunk.bit_length() - 1 - self.lowest
+        self.narrow = q.dtype == torch.float32 or self.K > 128 or on_hip()  # short of registers
         self.key = f"{q.dtype}/K{self.BK_ALL}V{next_power_of_2(self.V)}"
         self.precision, self.dt = fp32_precision(q.device), dot_dtype(q.dtype)
         # Scores of 16-bit q and k are good to 2^-9 at best, and the inverse is rounded to 16 bits after: one tf32
@@ -436,7 +440,7 @@ def run_chunks(
     scores = s.empty(s.tokens, s.H, s.chunk)
     inverse = s.empty(s.tokens, s.H, s.chunk) if rule.delta and keep_inverse else None
     launch(
-        chunk_intra_kernel, (s.chunks * s.H,), choose(chunk_intra_kernel, INTRA, s.key, device), device,
+        chunk_intra_kernel, (s.chunks * s.H,), choose(chunk_intra_kernel, INTRA, s.key, device, narrow=s.narrow), device,
         **s.where, **s.owner, **s.place, **s.products,
         q_ptr=q, k_ptr=k, v_ptr=v, beta_ptr=beta, b_ptr=b, q_inverse_ptr=norms[0], k_inverse_ptr=norms[1], scale=scale,
         q_out_ptr=q_out, k_out_ptr=k_out, w_ptr=w, u_ptr=u, scores_ptr=scores, inverse_ptr=inverse,
@@ -444,7 +448,7 @@ def run_chunks(
         LEVELS=s.levels, LOWEST=s.lowest, SOLVE=s.solve,
     )  # fmt: skip
     states = s.empty(s.chunks, s.H, s.K, s.V)
-    config = choose(chunk_state_kernel, STATE, s.key, device)
+    config = choose(chunk_state_kernel, STATE, s.key, device, narrow=s.narrow)
     launch(
         chunk_state_kernel, (s.sequences * s.H * cdiv(s.V, config.constants["BV"]),), config, device,
         **s.where, **s.place, **s.products,
