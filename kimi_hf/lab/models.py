@@ -54,7 +54,7 @@ def sizes(model: LadderForCausalLM) -> dict[str, int]:
 
 def train(
     model: LadderForCausalLM,
-    batches: Callable[[int], tuple[Tensor, Tensor]],
+    objective: Callable[[int], Tensor],
     steps: int,
     rate: float,
     watch: Callable[[int], None] = lambda step: None,
@@ -62,7 +62,7 @@ def train(
     """AdamW with warm-up and a cosine to zero; returns every step's loss.
 
     Args:
-        batches: step -> (input_ids, labels), labels standing where their logits stand.
+        objective: step -> the loss of that step's batch.
         watch: called after every backward pass, before the optimiser moves.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
@@ -72,8 +72,7 @@ def train(
         for group in optimizer.param_groups:
             warm = min(1.0, (step + 1) / max(1, steps // 10))
             group["lr"] = rate * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
-        ids, labels = batches(step)
-        loss = loss_of(model, ids, labels)
+        loss = objective(step)
         optimizer.zero_grad()
         loss.backward()
         watch(step)
@@ -84,17 +83,25 @@ def train(
     return losses
 
 
-def loss_of(model: LadderForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    logits = model(ids, use_cache=False).logits
+def loss_of(model: LadderForCausalLM, ids: Tensor, labels: Tensor, added: Tensor | None = None) -> Tensor:
+    """Cross entropy where there are labels, which stand where their logits stand."""
+    logits = _logits(model, ids, added)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 @torch.no_grad()
-def accuracy(model: LadderForCausalLM, ids: Tensor, labels: Tensor) -> float:
+def accuracy(model: LadderForCausalLM, ids: Tensor, labels: Tensor, added: Tensor | None = None) -> float:
     """Share of labelled positions where the likeliest token is the label."""
     asked = labels != IGNORED
-    hit = model(ids, use_cache=False).logits.argmax(-1) == labels
+    hit = _logits(model, ids, added).argmax(-1) == labels
     return round(hit[asked].float().mean().item(), 5)
+
+
+def _logits(model: LadderForCausalLM, ids: Tensor, added: Tensor | None) -> Tensor:
+    """Logits (B, T, vocabulary); the embeddings of `added` (B, T) are added to those of `ids`."""
+    embeddings = model.get_input_embeddings()
+    embeds = embeddings(ids) if added is None else embeddings(ids) + embeddings(added)
+    return model(inputs_embeds=embeds, use_cache=False).logits
 
 
 def shifted(ids: Tensor) -> tuple[Tensor, Tensor]:

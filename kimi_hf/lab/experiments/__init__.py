@@ -3,7 +3,7 @@
 from .cost import CENSUS, DECODING
 from .memory import CAPACITY, OVERWRITING, STABILITY
 from .numerics import CHUNKS, EQUALITY
-from .recall import FORGETTING, HYBRIDS, RECALL
+from .recall import BOUND, FORGETTING, HYBRIDS, RECALL
 from .text import DEPTH, LANGUAGE, ROUTER
 
 EXPERIMENTS = (
@@ -12,6 +12,7 @@ EXPERIMENTS = (
     OVERWRITING,
     EQUALITY,
     CHUNKS,
+    BOUND,
     RECALL,
     FORGETTING,
     STABILITY,

@@ -19,9 +19,10 @@ _BYTES = 2_000_000
 RESIDUALS = ("sum", "block_attn_res", "full_attn_res")
 
 
-def _texts(text: Text, batch: int, length: int, seed: int):
+def _texts(model, text: Text, batch: int, length: int, seed: int):
+    """The objective: loss on random windows of the training text."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    return lambda step: shifted(text.batch(batch, length + 1, generator))
+    return lambda step: loss_of(model, *shifted(text.batch(batch, length + 1, generator)))
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def depth(residual: str, seed: int, steps: int, layers: int, batch: int, length:
         ]
         gradients.append(norms)
 
-    losses = train(model, _texts(text, batch, length, seed), steps, rate, watch)
+    losses = train(model, _texts(model, text, batch, length, seed), steps, rate, watch)
     ids, _ = shifted(text.test(8, length + 1))
     written, weights = _inside(model, ids)
     late = gradients[-max(1, steps // 4) :]
@@ -144,7 +145,7 @@ DEPTH = Experiment(
             f"{residual}, seed {seed}", depth,
             {"residual": residual, "seed": seed, "steps": steps, "layers": layers, "batch": 8, "length": 64, "rate": 5e-3},
         )
-        for steps, layers, seeds in [(80, 12, 1) if budget == "small" else (600, 24, 2)]
+        for steps, layers, seeds in [(150, 12, 1) if budget == "small" else (600, 24, 2)]
         for residual in RESIDUALS
         for seed in range(seeds)
     ],
@@ -168,7 +169,7 @@ def router_load(rule: str, seed: int, steps: int, experts: int) -> dict[str, Any
     balance.attach(model)
     uneven: list[float] = []
     losses = train(
-        model, _texts(text, 16, length, seed), steps, 5e-3,
+        model, _texts(model, text, 16, length, seed), steps, 5e-3,
         lambda step: uneven.append(balance.step()["router/load_max_over_mean"]),
     )  # fmt: skip
     balance.detach()
@@ -244,7 +245,7 @@ def language(
     """Train a rung on the sources; loss along the way and on held-out text."""
     text = Text(_BYTES)
     model = build(rung, seed, width=width, layers=layers, vocab=Text.vocab, length=length, **_equal_size(rung, width))
-    losses = train(model, _texts(text, batch, length, seed), steps, rate)
+    losses = train(model, _texts(model, text, batch, length, seed), steps, rate)
     return {"loss": losses, "held_out": _held_out(model, text, length), **sizes(model)}
 
 
@@ -314,7 +315,7 @@ LANGUAGE = Experiment(
             {"rung": rung, "seed": seed, "steps": steps, "width": width, "layers": 4, "batch": batch, "length": length,
              "rate": 5e-3},
         )
-        for steps, width, batch, length in [(60, 64, 8, 64) if budget == "small" else (600, 96, 16, 128)]
+        for steps, width, batch, length in [(150, 64, 8, 64) if budget == "small" else (600, 96, 16, 128)]
         for rung in RUNGS
         for seed in range(2)
     ],
