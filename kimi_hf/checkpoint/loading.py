@@ -1,6 +1,7 @@
 """What is checked before `from_pretrained` reads a weight, from the files' headers alone."""
 
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from transformers.utils import logging
@@ -58,6 +59,26 @@ def check_before_loading(
                 + "\nfetch the named shards again, or correct config.json"
             )
         check_decay_tails(checkpoint, config)
+
+
+def check_after_loading(source, names: Iterable[str], missing: Collection[str]) -> None:
+    """Raise if a part of a model was loaded in pieces: what `check_before_loading` asks, where it could not look.
+
+    A repository's files are fetched while loading, so their headers cannot be read before.
+
+    Args:
+        source: for the message. names: of all tensors of the model. missing: those that no file held.
+    Raises:
+        CheckpointError: naming the tensors.
+    """
+    loaded = {_part(name) for name in names if name not in missing}
+    torn = sorted(name for name in missing if _part(name) is not None and _part(name) in loaded)
+    if torn:
+        more = f" and {len(torn) - SHOWN} more" if len(torn) > SHOWN else ""
+        raise CheckpointError(
+            f"{source} holds no {', '.join(torn[:SHOWN])}{more}, which would be random in a model that is otherwise loaded; "
+            "fetch the files again, or correct config.json"
+        )
 
 
 def _part(name: str) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from ..checkpoint.key_maps import own_key_maps
-from ..checkpoint.loading import check_before_loading
+from ..checkpoint.loading import check_after_loading, check_before_loading
 from .decoder import DecoderLayer
 from .moe import EXPERTS_IMPLEMENTATION
 
@@ -46,7 +46,8 @@ class KimiPreTrainedMixin:
             kwargs.pop("quantization_config", None)
         if hasattr(kwargs.get("config"), "restore_quantization"):
             kwargs["config"].restore_quantization()
-        if source is not None and kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
+        from_files = source is not None and kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None
+        if from_files:
             config = kwargs.get("config") or cls.config_class
             cls._check_checkpoint(
                 Path(source, kwargs.get("subfolder") or ""),
@@ -54,12 +55,15 @@ class KimiPreTrainedMixin:
                 variant=kwargs.get("variant"),
                 allow_other_shapes=bool(kwargs.get("ignore_mismatched_sizes")),
             )
+        wants_report = kwargs.pop("output_loading_info", False)
         with own_key_maps():
-            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+            model, report = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        if from_files:
+            check_after_loading(source, model.state_dict(), report["missing_keys"])
+        for module in model.modules():
             if isinstance(module, DecoderLayer):
                 module.residual.freeze_unread(module)
-        return loaded
+        return (model, report) if wants_report else model
 
     @classmethod
     def _check_checkpoint(cls, folder: Path, config, *, variant: str | None, allow_other_shapes: bool) -> None:

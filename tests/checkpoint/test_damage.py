@@ -371,3 +371,46 @@ def test_a_contradicting_config_is_refused_before_weights(damaged):
 def test_every_refusal_is_of_one_family():
     assert issubclass(CheckpointError, KimiHfError) and issubclass(KimiHfError, ValueError)
     assert kimi_hf.KimiHfError is KimiHfError
+
+
+# A repository by name: its files are not there to be looked at before transformers fetches them.
+
+
+@pytest.fixture
+def repository(tmp_path, damaged, monkeypatch):
+    """A function that puts a damaged copy into a download cache as `someone/kimi` and loads it by that name."""
+
+    def load(**changes):
+        folder = damaged(**changes)
+        snapshot = tmp_path / "cache" / "models--someone--kimi" / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(folder / name, snapshot)
+        refs = snapshot.parent.parent / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("0" * 40)
+        return _load("someone/kimi", cache_dir=tmp_path / "cache", local_files_only=True)
+
+    return load
+
+
+def test_a_repository_loads_by_name(repository):
+    assert type(repository()) is KimiLinearForCausalLM
+
+
+def test_a_repository_without_the_w2_of_a_layer(repository):
+    """Everywhere else this is a warning and random experts."""
+
+    def drop(stored):
+        for name in [n for n in stored if n.startswith("model.layers.2.") and n.endswith("w2.weight")]:
+            del stored[name]
+
+    with pytest.raises(
+        CheckpointError, match=r"someone/kimi holds no model\.layers\.2\.block_sparse_moe\.experts\.down_proj"
+    ):
+        repository(tensors=drop)
+
+
+def test_a_repository_without_a_norm(repository):
+    with pytest.raises(CheckpointError, match=r"holds no model\.norm\.weight"):
+        repository(tensors=lambda stored: stored.pop("model.norm.weight"))
