@@ -3,7 +3,9 @@
 Order: the call's `backend=` argument, then `use_backend` / `set_backend`, then the environment variable
 `KIMI_HF_BACKEND`, then automatic: by the tensor's device first, then by what is importable and can serve the call.
 A backend that was asked for by name and cannot serve raises `BackendError` with its reason; the automatic choice skips
-it. CPU tensors take the plain PyTorch path unless triton was forced and runs in its interpreter.
+it. A name given for all operations at once ("*") raises only where it cannot run at all: operations that have no such
+implementation, or calls that it declines, choose automatically. CPU tensors take the plain PyTorch path unless triton
+was forced and runs in its interpreter.
 
 Names are "reference" (the definition), "eager" (plain PyTorch), "triton" and "fla". Either one name for every
 operation, or a mapping `{"kda": "triton", "*": "eager"}`; in the environment `kda=triton,*=eager`.
@@ -12,6 +14,7 @@ operation, or a mapping `{"kda": "triton", "*": "eager"}`; in the environment `k
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +32,7 @@ ENVIRONMENT = "KIMI_HF_BACKEND"
 AUTOMATIC = {"cuda": ("triton", "fla", "eager", "reference")}
 AUTOMATIC_ELSEWHERE = ("eager", "reference")
 PLAIN = ("eager", "reference")
+KNOWN_FLA = ("0.6.0",)  # versions of flash-linear-attention's kernels that our adapters were written against
 
 # Process-wide on purpose: autograd threads that recompute a checkpointed forward must see the same choice.
 _chosen: dict[str, str] = {}
@@ -72,9 +76,10 @@ class Operation:
         name = backend or requested(self.name)
         if name is not None:
             reason = self.why_not(name, tensor, **facts)
-            if reason is not None:
+            if reason is None:
+                return self._load(name)
+            if backend or not requested_for_all(self.name) or _machine_lacks(name, tensor.device.type):
                 raise BackendError(f"{self.name}: backend {name!r} cannot serve this call: {reason}")
-            return self._load(name)
         for name in AUTOMATIC.get(tensor.device.type, AUTOMATIC_ELSEWHERE):
             if name in self.backends and self.why_not(name, tensor, **facts) is None:
                 return self._load(name)
@@ -99,6 +104,13 @@ def requested(operation: str) -> str | None:
     if _chosen:
         return _chosen.get(operation, _chosen.get("*"))
     return _from_environment(operation)
+
+
+def requested_for_all(operation: str) -> bool:
+    """Whether what `requested` returns was asked for all operations at once, not for this one."""
+    if _chosen:
+        return operation not in _chosen
+    return operation not in _parsed(os.environ.get(ENVIRONMENT, "").strip())
 
 
 def set_backend(backend: str | Mapping[str, str] | None) -> None:
@@ -132,6 +144,15 @@ def triton_interprets() -> bool:
 def importable(module: str) -> bool:
     """Whether `module` is installed, without importing it."""
     return importlib.util.find_spec(module) is not None
+
+
+@cache
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, None where there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _checked(backend: str | Mapping[str, str] | None, source: str) -> dict[str, str]:
@@ -169,6 +190,8 @@ def _machine_lacks(name: str, device: str) -> str | None:
     if not importable(name):
         package = {"triton": "triton", "fla": "flash-linear-attention"}[name]
         return f"the package is not installed; pip install {package}"
+    if name == "fla" and (version := version_of("fla-core")) not in KNOWN_FLA:
+        return f"fla-core {version} is not a version whose signatures are known ({', '.join(KNOWN_FLA)}); install one"
     if name == "triton" and device == "cpu" and triton_interprets():
         return None
     if device != "cuda":

@@ -74,3 +74,10 @@ def packed(tensor: Tensor, *, is_packed: bool, **facts: object) -> str | None:
     if not is_packed:
         return "the matrices are dense, torch's grouped product serves those"
     return dtype(tensor)
+
+
+def fla_kda(tensor: Tensor, *, head_dim: int, value_dim: int, lower_bound: float | None, **facts: object) -> str | None:
+    """For flash-linear-attention's KDA kernels."""
+    if lower_bound is not None and lower_bound < -5:
+        return f"the gate's bound is {lower_bound}, fla takes -5 to 0"
+    return heads(tensor, head_dim=head_dim, value_dim=value_dim)

@@ -65,4 +65,6 @@ def grouped_experts(
     hidden = hidden.to(autocast_dtype(hidden))
     is_packed = isinstance(gate_up_proj, PackedWeight) and isinstance(down_proj, PackedWeight)
     with no_autocast(hidden):
-        return OPERATION.pick(hidden, backend, is_packed=is_packed)(hidden, indices, weights, gate_up_proj, down_proj, act)
+        return OPERATION.pick(hidden, backend, is_packed=is_packed)(
+            hidden, indices, weights, gate_up_proj, down_proj, act
+        )

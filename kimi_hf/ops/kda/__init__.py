@@ -17,6 +17,7 @@ OPERATION = Operation(
     Backend("reference", "kimi_hf.ops.kda.reference", "kda_reference"),
     Backend("eager", "kimi_hf.ops.kda.eager", "kda_eager"),
     Backend("triton", "kimi_hf.ops.kda.kernels", "kda_triton", kernel_limits.heads),
+    Backend("fla", "kimi_hf.ops.kda.fla", "kda_fla", kernel_limits.fla_kda),
 )
 
 
