@@ -150,7 +150,8 @@ def _check_layer(path: Path, index: int, cache, own: dict[str, Tensor], entry: d
         missing = entry["tokens"] and not own
     else:
         names = cache.layers[index].names
-        expected: dict[str, tuple] = {} if not cache.length else dict.fromkeys(names, ())
+        # A layer that was cropped to nothing still has its tensors, of length 0.
+        expected: dict[str, tuple] = dict.fromkeys(names, ()) if cache.length or own else {}
         for name, width in zip(("keys", "values"), memory.widths, strict=True):
             if name in expected:
                 expected[name] = (rows, memory.heads, cache.length, width)
