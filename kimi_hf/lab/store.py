@@ -35,7 +35,7 @@ class Store:
             self.content = json.loads(self.path.read_text(encoding="utf-8"))
             found = self.content["budget"]
             self.content["experiments"].items()
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self.path} is no file of the lab ({error}); choose another --out") from error
         if found != budget:
             raise ConfigError(f"{self.path} holds results of budget {found!r}, not {budget!r}; choose another --out")

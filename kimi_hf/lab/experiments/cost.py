@@ -11,7 +11,7 @@ import torch
 from ...configuration import census, preset
 from ...configuration.census import GPT2_SMALL
 from ...modeling.cache import KimiCache
-from ..experiment import FAILS, HOLDS, OPEN, Experiment, Point, Results, Verdict, select, values_of
+from ..experiment import FAILS, HOLDS, Experiment, Point, Results, Verdict, select, values_of
 from ..models import RUNGS, build, sizes
 from ..plots import PALETTE, STYLES, bars, label, panels
 
@@ -156,5 +156,3 @@ CENSUS = Experiment(
     judge=_judge_census,
     draw=_draw_census,
 )
-
-__all__ = ["CENSUS", "DECODING", "OPEN"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...ops.delta_rule import delta_rule
 from ...ops.kda import kda
 from ...ops.linear_attention import linear_attention
-from ..experiment import FAILS, HOLDS, OPEN, Experiment, Point, Results, Verdict, mean, select, values_of
+from ..experiment import FAILS, HOLDS, Experiment, Point, Results, Verdict, mean, select, values_of
 from ..plots import label, panels, style
 
 MEMORIES = ("additive", "delta rule")
@@ -146,12 +146,12 @@ CAPACITY = Experiment(
 RULES = ("linear attention", "linear attention, undivided sum", "delta rule", "gated delta rule", "KDA")
 
 
-def long_run(rule: str, seed: int, steps: int = 100_000, width: int = 32) -> dict[str, Any]:
-    """Norm of the state along `steps` tokens of random q, k, v; the decays are those of fresh models."""
+def long_run(rule: str, seed: int, tokens: int = 100_000, width: int = 32) -> dict[str, Any]:
+    """Norm of the state along `tokens` of random q, k, v; the decays are those of fresh models."""
     generator = torch.Generator().manual_seed(seed)
     state, norms, outputs, at, done = None, [], [], [], 0
     marks = sorted({round(10 ** (x / 4)) for x in range(4, 21)})
-    for mark in [m for m in marks if m <= steps]:
+    for mark in [m for m in marks if m <= tokens]:
         size = (1, mark - done, 1, width)
         q, k, v = (torch.randn(size, generator=generator) for _ in range(3))
         logits = torch.randn(size[:3], generator=generator)
@@ -178,7 +178,7 @@ def _advance(rule: str, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, state):
 
 
 def _growth(results: Results, rule: str) -> float:
-    """How many times larger the state is at the end than at a thousandth of the way to it... a hundredth."""
+    """How many times larger the state is at the end than after 1,000 tokens."""
     found = []
     for r in select(results, rule=rule):
         early = r["state_norm"][r["steps"].index(1000)]
@@ -221,5 +221,3 @@ STABILITY = Experiment(
     judge=_judge_stability,
     draw=_draw_stability,
 )
-
-__all__ = ["CAPACITY", "OPEN", "OVERWRITING", "STABILITY"]

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...ops.delta_rule import delta_rule
 from ...ops.kda import kda, l2_normalize
 from ...ops.linear_attention import linear_attention
-from ..experiment import FAILS, HOLDS, Experiment, Point, Results, Verdict, mean, select, values_of
+from ..experiment import FAILS, HOLDS, Experiment, Point, Results, Verdict, select
 from ..plots import BLACK, BLUE, ORANGE, label, panels, style
 
 RULES = ("linear attention", "delta rule", "gated delta rule", "KDA")
@@ -196,5 +196,3 @@ CHUNKS = Experiment(
     draw=_draw_chunks,
     alone=True,
 )
-
-__all__ = ["CHUNKS", "EQUALITY", "mean", "values_of"]

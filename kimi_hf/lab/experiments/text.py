@@ -10,7 +10,7 @@ import torch
 from ...modeling.moe import KimiRouter
 from ...modeling.residual import DepthQuery
 from ...training.balance import RouterBalanceCallback
-from ..experiment import FAILS, HOLDS, OPEN, Experiment, Point, Results, Verdict, mean, select, values_of
+from ..experiment import FAILS, HOLDS, OPEN, Experiment, Point, Results, Verdict, mean, select
 from ..models import RUNGS, build, loss_of, shifted, sizes, train
 from ..plots import STYLES, bars, label, panels, style
 from ..tasks import Text
@@ -322,5 +322,3 @@ LANGUAGE = Experiment(
     judge=_judge_language,
     draw=_draw_language,
 )  # fmt: skip
-
-__all__ = ["DEPTH", "LANGUAGE", "ROUTER", "values_of"]
