@@ -40,6 +40,8 @@ def check_before_loading(
     if variant or not any((folder / name).exists() for name in WEIGHT_FILES):
         return
     if isinstance(config, type):
+        if not (folder / "config.json").exists():
+            raise CheckpointError(f"{folder} has no config.json: nothing says which model its weights belong to")
         config = config.from_pretrained(folder)
     with open_checkpoint(folder) as checkpoint:
         if not checkpoint.entries:

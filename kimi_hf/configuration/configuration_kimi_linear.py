@@ -127,6 +127,12 @@ class KimiLinearConfig(ReleasedSchemaConfig):
     num_nextn_predict_layers: int = 0
 
     def __post_init__(self, **kwargs):
+        if isinstance(kwargs.get("text_config"), dict):
+            found = kwargs["text_config"].get("model_type")
+            raise ConfigError(
+                f"text_config.model_type is {found!r} in a composite configuration; the text model is found there by "
+                f"{self.model_type!r}. Correct config.json, or name the right class for the folder"
+            )
         kwargs = self._translate(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -184,7 +190,7 @@ class KimiLinearConfig(ReleasedSchemaConfig):
         self._check_sizes()
         self._check_attention()
         self._check_linear_attention()
-        self._check_experts()
+        self.check_experts()
 
     def _check_sizes(self) -> None:
         for name in (
@@ -249,7 +255,8 @@ class KimiLinearConfig(ReleasedSchemaConfig):
                 f"linear_attn_config.gate_lower_bound must lie in [-5, 0) (or be null for the softplus gate), got {bound!r}"
             )
 
-    def _check_experts(self) -> None:
+    def check_experts(self) -> None:
+        """Raise `ConfigError` if the experts' fields contradict each other."""
         if self.num_experts is None:
             for name in ("routed_expert_hidden_size",):
                 if getattr(self, name) is not None:

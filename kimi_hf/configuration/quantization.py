@@ -29,6 +29,8 @@ def route(block: Any) -> Any:
     Raises:
         ConfigError: compressed-tensors in another format than MXFP4, or MXFP4 with other groups than 32.
     """
+    if not isinstance(block, dict) and not hasattr(block, "to_dict"):
+        raise ConfigError(f"quantization_config must be an object with a quant_method, got {block!r}")
     if not isinstance(block, dict) or block.get("quant_method") != RELEASED_METHOD:
         return block
     if _format(block) != RELEASED_FORMAT:

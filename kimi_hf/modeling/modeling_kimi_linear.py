@@ -116,6 +116,7 @@ class KimiLinearModel(KimiLinearPreTrainedModel):
 
     def __init__(self, config: KimiLinearConfig):
         super().__init__(config)
+        config.check_experts()  # fields may have been changed since the configuration was made
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(build_layer(config, i) for i in range(config.num_hidden_layers))
         self.residual = build_residual(config, 0)
@@ -153,6 +154,8 @@ class KimiLinearModel(KimiLinearPreTrainedModel):
             raise ShapeError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.shape[1] == 0:
+            raise ShapeError(f"the input has shape {tuple(inputs_embeds.shape[:2])}: give at least one token a row")
         packing = {name: kwargs.get(name) for name in PACKING_ARGUMENTS}
         kwargs.pop("seq_idx", None)
         mask_info = build_mask_info(self.config, inputs_embeds, attention_mask, past_key_values, position_ids, packing)
