@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
-    except (KimiHfError, OSError) as error:
+    except (KimiHfError, OSError, ValueError) as error:
         print(f"kimi-hf {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -49,6 +49,8 @@ class MediaGenerationMixin:
         """
         grids = kwargs.get("grid_thws")
         ids = kwargs.get("input_ids", inputs)
+        if ids is not None and grids is None:
+            self._check_remembered_images(ids, kwargs.get("past_key_values"))
         if grids is None or ids is None:
             return super().generate(inputs, *args, **kwargs)
         pad = self.config.pad_token_id
@@ -58,6 +60,9 @@ class MediaGenerationMixin:
         expanded = expand_placeholders(ids, counts, placeholder, pad, attention_mask=mask)
         kwargs.update(input_ids=expanded.input_ids, attention_mask=expanded.attention_mask)
         out = super().generate(None, *args, **kwargs)
+        cache = kwargs.get("past_key_values", getattr(out, "past_key_values", None))
+        if cache is not None:
+            cache.image_tokens = int((expanded.input_ids == placeholder).sum()) // ids.shape[0]
         grown = expanded.input_ids.shape[1]
         sequences = out if isinstance(out, Tensor) else out.sequences
         prompt = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0).to(sequences.device)
@@ -66,6 +71,16 @@ class MediaGenerationMixin:
             return sequences
         out.sequences = sequences
         return out
+
+    def _check_remembered_images(self, ids: Tensor, cache) -> None:
+        """Refuse a prompt whose placeholders cannot be what the cache holds: its length would be miscounted."""
+        held = getattr(cache, "image_tokens", None)
+        given = int((ids == self.config.media_placeholder_token_id).sum()) // ids.shape[0]
+        if held and held != given:
+            raise MediaError(
+                f"the cache holds {held} image tokens a row, but input_ids have {given} placeholders: pass pixel_values and "
+                "grid_thws of all images again (what is cached is not encoded twice), or one placeholder per image feature"
+            )
 
     def prepare_inputs_for_generation(
         self,
