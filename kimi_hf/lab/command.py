@@ -67,11 +67,14 @@ def measure(experiments: list[Experiment], store: Store, workers: int) -> None:
     torch.set_num_threads(1)
     try:
         done = 0
-        for experiment, point, (value, seconds) in _in_turn(timed, beside, workers):
-            store.keep(experiment, point, value, seconds)
+        for experiment, point, value in _in_turn(timed, beside, workers):
+            store.keep(experiment, point, value)
             done += 1
             spent = time.monotonic() - begun
-            print(f"{done:>4}/{total} {spent:7.0f} s  {experiment.name}: {point.key} ({seconds:.1f} s)", flush=True)
+            print(
+                f"{done:>4}/{total} {spent:7.0f} s  {experiment.name}: {point.key} ({value['seconds']:.1f} s)",
+                flush=True,
+            )
     finally:
         torch.set_num_threads(threads)
 
@@ -97,6 +100,9 @@ def _in_turn(timed: list[Task], beside: list[Task], workers: int) -> Iterator[tu
             raise
 
 
-def _measured(point: Point) -> tuple[dict[str, Any], float]:
-    begun = time.perf_counter()
-    return point.function(**point.arguments), time.perf_counter() - begun
+def _measured(point: Point) -> dict[str, Any]:
+    """What the point's function returns, with the time it took by the clock and of the processor."""
+    begun, processor = time.perf_counter(), time.process_time()
+    value = point.function(**point.arguments)
+    spent = {"seconds": time.perf_counter() - begun, "processor_seconds": time.process_time() - processor}
+    return {**value, **{name: round(seconds, 2) for name, seconds in spent.items()}}

@@ -107,3 +107,9 @@ def _logits(model: LadderForCausalLM, ids: Tensor, added: Tensor | None) -> Tens
 def shifted(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Windows of text as (input, next tokens)."""
     return ids[:, :-1], ids[:, 1:].contiguous()
+
+
+def thinned(losses: list[float], parts: int = 25) -> list[float]:
+    """Means over about `parts` equal stretches, for a curve."""
+    stretch = max(1, len(losses) // parts)
+    return [round(sum(x) / len(x), 5) for x in (losses[i : i + stretch] for i in range(0, len(losses), stretch))]

@@ -24,8 +24,8 @@ _CLASS = {HOLDS: "holds", FAILS: "fails", OPEN: "open"}
 
 
 def write_report(store: Store, path: Path) -> Iterator[str]:
-    """Write the report of what is complete; yields one line per experiment for the terminal."""
-    rows, sections, seconds = [], [], 0.0
+    """Write the report of what is complete, and its plots beside it; yields one line per experiment for the terminal."""
+    rows, sections, seconds, figures = [], [], 0.0, path.parent / "figures"
     for experiment in EXPERIMENTS:
         results = store.results(experiment)
         wanted = len(store.points(experiment))
@@ -34,10 +34,13 @@ def write_report(store: Store, path: Path) -> Iterator[str]:
                 yield f"{experiment.name:<14} {len(results)} of {wanted} points; run again to complete it"
             continue
         verdict = experiment.judge(results)
-        spent = sum(r["seconds"] for r in results.values())
+        spent = sum(r["processor_seconds"] for r in results.values())
         seconds += spent
         rows.append(_row(experiment, verdict))
-        sections.append(_section(experiment, verdict, _image(experiment.draw(results)), len(results), spent))
+        picture = _image(experiment.draw(results))
+        figures.mkdir(exist_ok=True)
+        (figures / f"{experiment.name}.png").write_bytes(picture)
+        sections.append(_section(experiment, verdict, picture, len(results), spent))
         yield f"{experiment.name:<14} {verdict.word}: {verdict.because}"
     about = ", ".join(f"{key} {html.escape(str(value))}" for key, value in store.content["machine"].items())
     page = (
@@ -45,7 +48,7 @@ def write_report(store: Store, path: Path) -> Iterator[str]:
         f"<h1>The ladder, measured</h1><p>Budget <b>{store.content['budget']}</b>. Every verdict is computed from the numbers in "
         f"<code>results.json</code>; small models and short runs show mechanisms, not the quality of large ones.</p>"
         f"<table><tr><th>Experiment</th><th>Claim</th><th>Verdict</th></tr>{''.join(rows)}</table>{''.join(sections)}"
-        f"<hr><small>{about}; {seconds:.0f} seconds of measuring in all</small></html>"
+        f"<hr><small>{about}; {seconds:.0f} processor seconds of measuring in all</small></html>"
     )
     part = path.with_suffix(".part")
     part.write_text(page, encoding="utf-8")
@@ -62,17 +65,18 @@ def _row(experiment: Experiment, verdict: Verdict) -> str:
     return f"<tr><td>{link}</td><td>{html.escape(experiment.claim)}</td><td>{_badge(verdict)}</td></tr>"
 
 
-def _section(experiment: Experiment, verdict: Verdict, image: str, points: int, seconds: float) -> str:
+def _section(experiment: Experiment, verdict: Verdict, picture: bytes, points: int, seconds: float) -> str:
+    image = base64.b64encode(picture).decode()
     return (
         f"<h2 id='{experiment.name}'>{html.escape(experiment.title)}</h2><p class='claim'>{html.escape(experiment.claim)}</p>"
         f"<p>{html.escape(experiment.method)}</p><p>{_badge(verdict)} {html.escape(verdict.because)}.</p>"
         f"<img alt='{html.escape(experiment.title)}' src='data:image/png;base64,{image}'>"
-        f"<p><small>{points} points, {seconds:.0f} s; <code>kimi-hf lab {experiment.name}</code></small></p>"
+        f"<p><small>{points} points, {seconds:.0f} processor seconds; <code>kimi-hf lab {experiment.name}</code></small></p>"
     )
 
 
-def _image(figure) -> str:
+def _image(figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     plt.close(figure)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return buffer.getvalue()

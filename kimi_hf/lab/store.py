@@ -56,9 +56,9 @@ class Store:
         kept = self.content["experiments"].get(experiment.name, {}).get(point.key)
         return kept is not None and kept["arguments"] == json.loads(json.dumps(point.arguments))
 
-    def keep(self, experiment: Experiment, point: Point, value: dict[str, Any], seconds: float) -> None:
+    def keep(self, experiment: Experiment, point: Point, value: dict[str, Any]) -> None:
         """Enter a finished point and write the file."""
-        entry = {**value, "arguments": point.arguments, "seconds": round(seconds, 2)}
+        entry = {**value, "arguments": point.arguments}
         self.content["experiments"].setdefault(experiment.name, {})[point.key] = entry
         self.write()
 

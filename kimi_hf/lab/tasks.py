@@ -63,18 +63,18 @@ def bound_recall(
 def switching(
     batch: int, length: int, pairs: int, vocab: int, contexts: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Recall whose pairs change: in each of several contexts the same keys get new values, then are asked for.
+    """Recall in contexts: each tells its own pairs, some of them under keys that had other values before, and asks for them.
 
-    Token 0 opens a context. What an earlier context said is wrong by then, so a memory must forget or replace.
+    Token 0 opens a context. What earlier contexts said is of no use any more, and in the way.
 
     Returns: as `recall`; a query asks for the value that its own context gave.
     """
     half, span = vocab // 2, length // contexts
-    keys = 1 + torch.rand(batch, half - 1, generator=generator).argsort(1)[:, :pairs]
     ids = torch.zeros(batch, length, dtype=torch.long)
     labels = torch.full_like(ids, IGNORED)
     for context in range(contexts):
         start = context * span + 1
+        keys = 1 + torch.rand(batch, half - 1, generator=generator).argsort(1)[:, :pairs]
         values = half + torch.randint(vocab - half, (batch, pairs), generator=generator)
         ids[:, start : start + 2 * pairs : 2], ids[:, start + 1 : start + 2 * pairs : 2] = keys, values
         order = torch.rand(batch, pairs, generator=generator).argsort(1)

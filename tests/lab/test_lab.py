@@ -156,7 +156,7 @@ def test_a_run_is_taken_up_where_it_stopped(tmp_path, monkeypatch):
     command.add_arguments(parser)
     _CALLS.clear()
     store = Store(tmp_path, "small")
-    store.keep(_TOY, _TOY.points("small")[1], {"y": 2}, 0.1)
+    store.keep(_TOY, _TOY.points("small")[1], {"y": 2, "processor_seconds": 0.1})
     args = parser.parse_args(["--out", str(tmp_path), "--workers", "1"])
     assert command.run(args) == 0 and _CALLS == [0, 2]
     assert command.run(args) == 0 and _CALLS == [0, 2]

@@ -65,12 +65,12 @@ def _draw_equality(results: Results):
         for i, rule in enumerate(RULES):
             for dtype, line in (("float32", "-"), ("bfloat16", "--")):
                 rows = select(results, rule=rule, dtype=dtype)
-                xs = [r["arguments"]["length"] for r in rows]
+                lengths = [r["arguments"]["length"] for r in rows]
                 look = style(i, rule if dtype == "float32" else None)
                 if dtype == "bfloat16":
                     look["label"] = "_"
-                axis.plot(xs, [max(r[what], 1e-8) for r in rows], linestyle=line, **look)
-        axis.set_xscale("log", base=2)
+                axis.plot(range(len(rows)), [max(r[what], 1e-8) for r in rows], linestyle=line, **look)
+        axis.set_xticks(range(len(lengths)), lengths)
         axis.set_yscale("log")
         label(axis, f"Chunked against recurrent: {what}", "tokens", "largest difference / largest entry")
     axes[0].text(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ops.kda import kda_log_decay
 from ..experiment import FAILS, HOLDS, OPEN, Experiment, Point, Results, Verdict, mean, select, values_of
-from ..models import RUNGS, accuracy, build, loss_of, sizes, train
+from ..models import RUNGS, accuracy, build, loss_of, sizes, thinned, train
 from ..plots import STYLES, bars, label, panels, style
 from ..tasks import bound_recall, recall, switching
 
@@ -40,7 +40,7 @@ def mqar(
     losses = train(model, objective, steps, rate)
     test = torch.Generator().manual_seed(7)
     found = {str(n): accuracy(model, *recall(_TESTED, length, n, vocab, test)) for n in counts}
-    return {"accuracy": found, "loss": losses[:: max(1, steps // 50)], **sizes(model)}
+    return {"accuracy": found, "loss": thinned(losses), **sizes(model)}
 
 
 def _curve(rows: list[dict[str, Any]], counts: list[int]) -> list[float]:
@@ -139,7 +139,7 @@ def bound(
     for n in counts:
         first, second, labels = bound_recall(_TESTED, n, queries, vocab, test)
         found[str(n)] = accuracy(model, first, labels, added=second)
-    return {"accuracy": found, "loss": losses[:: max(1, steps // 50)], **sizes(model)}
+    return {"accuracy": found, "loss": thinned(losses), **sizes(model)}
 
 
 def _judge_bound(results: Results) -> Verdict:
@@ -155,7 +155,10 @@ def _judge_bound(results: Results) -> Verdict:
         )
     margin = 0.05
     edited = last["delta-net"] > last["linear-transformer"] + margin
-    held = edited and min(last["gpt2"], last["kimi-k3"]) >= max(last["delta-net"], last["gated-delta-net"]) - margin
+    hybrids = min(last["kimi-linear"], last["kimi-k3"])
+    held = edited and hybrids >= last["gpt2"] - margin
+    if edited and not held:
+        because += "; the delta rule holds more than the sum, but not every hybrid came out whole in these steps"
     return Verdict(HOLDS if held else FAILS, because)
 
 
@@ -175,7 +178,7 @@ BOUND = Experiment(
              "vocab": vocab, "batch": 32},
         )
         for steps, rates, seeds, counts, width, vocab in [
-            (500, (1e-2,), 1, [4, 8, 16, 32], 32, 96) if budget == "small"
+            (500, (5e-3, 1e-2), 1, [4, 8, 16, 32], 32, 96) if budget == "small"
             else (2000, (3e-3, 1e-2), 2, [8, 16, 32, 64, 96], 32, 256)
         ]
         for rung in RUNGS
@@ -240,7 +243,7 @@ HYBRIDS = Experiment(
             {"key": ratio, "seed": seed, "steps": steps, "counts": [4, 8, 12], "width": 32, "layers": 8, "length": 48,
              "vocab": 48, "rate": 5e-3, "batch": 16},
         )
-        for steps, seeds in [(250, 1) if budget == "small" else (800, 2)]
+        for steps, seeds in [(200, 1) if budget == "small" else (800, 2)]
         for ratio in RATIOS
         for seed in range(seeds)
     ],
@@ -260,7 +263,9 @@ def forgetting(
     gate: str, seed: int, steps: int, pairs: int, contexts: int, length: int, vocab: int, rate: float
 ) -> dict[str, Any]:
     """Train on recall in switching contexts; accuracy in each context, and the decays of the trained model."""
-    model = build("gated-delta-net", seed, width=32, layers=2, vocab=vocab, length=length, **GATES[gate])
+    model = build(
+        "gated-delta-net", seed, width=32, layers=2, vocab=vocab, length=length, num_attention_heads=2, **GATES[gate]
+    )
     generator = torch.Generator().manual_seed(1000 + seed)
     task = (pairs, vocab, contexts)
     losses = train(model, lambda step: loss_of(model, *switching(32, length, *task, generator)), steps, rate)
@@ -273,7 +278,7 @@ def forgetting(
         by_context.append(accuracy(model, ids, inside))
     return {
         "accuracy": by_context,
-        "loss": losses[:: max(1, steps // 50)],
+        "loss": thinned(losses),
         "decay": _decays(model, ids),
         **sizes(model),
     }
@@ -334,14 +339,15 @@ def _draw_forgetting(results: Results):
 FORGETTING = Experiment(
     name="forgetting",
     title="Forgetting when the context changes",
-    claim="When old pairs turn wrong, a gate per head helps the delta rule, and a gate per channel helps more, with channels "
-    "that live on different time scales.",
-    method="Recall in four contexts that give the same keys new values; DeltaNet with convolutions, norm and output gate, with "
-    "no decay, one a head, or one a channel (KDA, which has a sigmoid output gate instead of SiLU). Equal steps and sizes.",
+    claim="When old pairs are of no use any more, a gate per head helps the delta rule, and a gate per channel helps more, "
+    "with channels that live on different time scales.",
+    method="Recall in four contexts, each with eight pairs of its own, more in all than a head's 16 channels hold; DeltaNet with "
+    "convolutions, norm and output gate, with no decay, one a head, or one a channel (KDA, which has a sigmoid output gate "
+    "instead of SiLU). Equal steps and sizes.",
     points=lambda budget: [
         Point(
             f"{gate}, seed {seed}", forgetting,
-            {"gate": gate, "seed": seed, "steps": steps, "pairs": 4, "contexts": 4, "length": 56, "vocab": 24, "rate": 1e-2},
+            {"gate": gate, "seed": seed, "steps": steps, "pairs": 8, "contexts": 4, "length": 104, "vocab": 64, "rate": 1e-2},
         )
         for steps, seeds in [(300, 1) if budget == "small" else (1000, 3)]
         for gate in GATES
