@@ -83,8 +83,7 @@ CONV_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CONV_CASES)
-@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("case, activation", [*((case, "silu") for case in CONV_CASES), ("plain", None)])
 def test_short_conv(case, activation):
     (B, T, C), W, with_state, bounds = CONV_CASES[case]
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
