@@ -1,10 +1,10 @@
 """Compile every Triton kernel ahead of time, for GPUs that need not be there, and report what each one needs.
 
-    python -m benchmarks.kernel_report [--target sm_90 sm_100 gfx942] [--only NAME] [--all-configs]
+    python -m benchmarks.kernel_report [--target sm_90 sm_100 gfx942] [--only NAME]
 
 The operations themselves are called, on tensors without storage and with launches recorded instead of run, so what is
 compiled is exactly what a GPU would be given at those shapes. Prints a table and writes it, with the versions it was
-made with, to benchmarks/results/kernel_report.md and .json.
+made with, to benchmarks/results/kernel_report.md and .jsonl (its first line: the versions).
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def main() -> None:
     if not arguments.only:
         versions = {"triton": triton.__version__, "torch": torch.__version__}
         RESULTS.mkdir(exist_ok=True)
-        report = {"versions": versions, "rows": [asdict(r) for r in found]}
-        (RESULTS / "kernel_report.json").write_text(json.dumps(report, indent=1) + "\n")
+        lines = [json.dumps(versions), *(json.dumps(asdict(row)) for row in found)]
+        (RESULTS / "kernel_report.jsonl").write_text("\n".join(lines) + "\n")
         header = "Made by `python -m benchmarks.kernel_report` with " + ", ".join(
             f"{k} {v}" for k, v in versions.items()
         )

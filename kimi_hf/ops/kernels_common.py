@@ -57,6 +57,8 @@ class Launch:
 _recorder: list[Launch] | None = None
 _recording_for_hip = False
 _forced: dict[str, str] = {}  # kernel name -> configuration name, while tuning
+# kernel name -> (its configurations, the tuning key) of its last call: what there is to tune
+seen_choices: dict[str, tuple[tuple[Config, ...], str]] = {}
 
 
 @contextmanager
@@ -102,6 +104,7 @@ def choose(kernel: Any, configs: tuple[Config, ...], key: str, device: torch.dev
 
     `narrow` takes the last one for default: the smallest, where registers are short (fp32 operands, AMD).
     """
+    seen_choices[kernel.__name__] = configs, key
     name = _forced.get(kernel.__name__)
     if name is None and device.type == "cuda":
         name = tuned_table().get(_device_name(device.index or 0), {}).get(f"{kernel.__name__}/{key}")

@@ -1,9 +1,15 @@
 """Latent attention over the cache, the fused KDA step, and MXFP4 products against their definitions."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
+from benchmarks.gpu_check import run
+from benchmarks.gpu_layer import layer_rows, native_rows
+from benchmarks.gpu_measure import Bench
 from kimi_hf.errors import BackendError
+from kimi_hf.ops import set_backend
 from kimi_hf.ops.grouped_experts import grouped_experts
 from kimi_hf.ops.kda_decode import kda_decode
 from kimi_hf.ops.latent_attention import latent_attention
@@ -163,3 +169,15 @@ def test_dense_experts_are_declined():
             torch.randn(1, 4), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), weight, torch.randn(2, 4, 4),
             situ_glu, backend="triton",
         )  # fmt: skip
+
+
+def test_the_gpu_check_runs_dry():
+    """Every kind of row of `benchmarks/gpu_check.py`; all operations are in `--dry-run` itself."""
+    try:
+        report = run(Namespace(dry_run=True, tune=True, only="gated_norm", minutes=9))
+        assert [row["pass"] for row in report["correctness"]] == [True]
+        assert {row["train"] for row in report["speed"]} == {True, False}
+        layers = [*layer_rows(Bench(torch.device("cpu")), True, 3), *native_rows(Bench(torch.device("cpu")), True, 3)]
+    finally:
+        set_backend(None)
+    assert len(layers) == 6 and all(row["seconds"] > 0 for row in layers)
