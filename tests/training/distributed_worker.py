@@ -111,17 +111,6 @@ def run_ddp(folder):
     return trainer.model, result
 
 
-def run_fsdp2(folder):
-    settings = {
-        "fsdp_version": 2,
-        "transformer_layer_cls_to_wrap": ["DecoderLayer"],
-        "state_dict_type": "FULL_STATE_DICT",
-    }
-    trainer, result = through_trainer(folder, "fsdp2", fsdp="full_shard", fsdp_config=settings, ddp_backend="gloo")
-    result["sharded"] = sum(isinstance(p, DTensor) for p in trainer.model.parameters())
-    return trainer.model, result
-
-
 def sharded(folder, name, checkpoint="model", **config):
     """The loop on a model that transformers shards while it loads, and its weights in the released layout."""
     distributed = DistributedConfig(**config)
