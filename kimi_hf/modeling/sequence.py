@@ -14,6 +14,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.utils import is_torchdynamo_compiling
 
 from ..errors import CacheError, ShapeError
+from ..ops.continued_attention import worth_continuing
 
 # A gate logit so low that the gate is exactly 0 in every dtype, and finite so that no gradient becomes NaN.
 _SHUT = -6.0e4
@@ -120,12 +121,15 @@ class MaskInfo:
         layout: how recurrent mixers lay out their inputs; None when every row is one sequence without padding.
         flash_kwargs: cumulative lengths for flash attention on packed documents.
         real: (B, S) bool or integers, which tokens are real, cached ones included; None when all are, or nobody knows.
+        continues: there is no mask because every query sees the whole past and, causally, the new tokens: softmax mixers
+            use `continued_attention`.
     """
 
     attention: Any = None
     layout: SequenceLayout | None = None
     flash_kwargs: dict[str, Any] | None = None
     real: Tensor | None = None
+    continues: bool = False
 
 
 def build_mask_info(
@@ -169,6 +173,8 @@ def build_mask_info(
     if attention_mask is not None and attention_mask.ndim == 2:
         layout, real = padded_layout(attention_mask, length), attention_mask
     attention = None
+    if attention_mask is None and _continues(config, inputs_embeds, past_key_values, past):
+        return MaskInfo(None, continues=True)
     if "full_attention" in config.layer_types:
         attention = create_causal_mask(
             config=config,
@@ -177,6 +183,13 @@ def build_mask_info(
             past_key_values=past_key_values,
         )
     return MaskInfo(attention, layout, real=real)
+
+
+def _continues(config, inputs_embeds: Tensor, cache, past: int | Tensor) -> bool:
+    """Whether several tokens follow a growing cache and no mask is needed to say so."""
+    if not hasattr(cache, "check_model") or config._attn_implementation != "sdpa" or config.attention_dropout:
+        return False  # others' caches may hold more than they were given, other attentions bring their own masks
+    return isinstance(past, int) and worth_continuing(inputs_embeds, inputs_embeds.shape[1], past)
 
 
 def cached_length(cache) -> int | Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...ops.continued_attention import continued_attention
 from ...ops.latent_attention import latent_attention
 from ...ops.latent_attention.eager import cheaper_form
 from ..norms import KimiRMSNorm
@@ -111,7 +112,7 @@ class MultiHeadLatentAttention(nn.Module):
         mask = mask_info.attention
         # (Flash attention counts causality from the last key, and never gets a mask without padding.)
         flash = "flash" in (self.config._attn_implementation or "")
-        if mask is None and 1 < length < latent.shape[1] and not flash:
+        if mask is None and 1 < length < latent.shape[1] and not (flash or mask_info.continues):
             # A static cache in its first forward: what lies behind the new tokens is not written yet, and transformers
             # gives no mask because causality counted from the first key says so.
             latent, shared = latent[:, :length], shared[:, :length]
@@ -129,7 +130,7 @@ class MultiHeadLatentAttention(nn.Module):
             )
         else:
             kwargs = {**kwargs, **(mask_info.flash_kwargs or {})}
-            context, weights = self._direct(q, latent, shared, mask, **kwargs)
+            context, weights = self._direct(q, latent, shared, mask, mask_info.continues, **kwargs)
         context = context.reshape(batch, length, -1)
         if self.g_proj is not None:
             context = context * torch.sigmoid(self.g_proj(hidden_states))
@@ -146,11 +147,16 @@ class MultiHeadLatentAttention(nn.Module):
         both = self.nope + self.v_head_dim
         return cheaper_form(queries, keys, self.nope, self.rope, both, self.rank) == "absorbed"
 
-    def _direct(self, q: Tensor, latent: Tensor, shared: Tensor, mask, **kwargs) -> tuple[Tensor, Tensor | None]:
+    def _direct(
+        self, q: Tensor, latent: Tensor, shared: Tensor, mask, continues: bool, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
         """Expand keys and values and hand them to the chosen attention implementation."""
         expanded = self.kv_b_proj(latent).view(*latent.shape[:2], self.num_heads, self.nope + self.v_head_dim)
         key, value = expanded.split([self.nope, self.v_head_dim], dim=-1)
         key = torch.cat([key, shared[:, :, None].expand(-1, -1, self.num_heads, -1)], dim=-1)
+        if continues:
+            parts = (x.transpose(1, 2) for x in (q, key, value))
+            return continued_attention(*parts, scale=self.scaling), None
         implementation = self.config._attn_implementation
         missing = key.shape[-1] - value.shape[-1]
         if missing > 0 and implementation != "eager":

@@ -6,6 +6,7 @@ Source: Attention Is All You Need (arXiv 1706.03762), as GPT-2 has it.
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...ops.continued_attention import continued_attention
 from ..sequence import MaskInfo
 from .latent_attention import eager_attention
 
@@ -44,6 +45,9 @@ class SoftmaxAttention(nn.Module):
         )
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        if mask_info.continues:
+            context = continued_attention(q, k, v, scale=self.scaling)
+            return self.o_proj(context.flatten(2)), None
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         context, weights = attend(
             self,
