@@ -191,6 +191,18 @@ def test_the_past_does_not_see_the_future():
     assert torch.equal(before[:, :200], after[:, :200])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_new_tokens_after_a_past_in_the_fused_kernel(monkeypatch, dtype):
+    tensors, options = make(40, 90, dtype=dtype)
+    fused, _ = latent_attention(*tensors, **options, form="absorbed")
+    monkeypatch.setattr(absorbed, "SMALL_RANK", 0)
+    plain, _ = latent_attention(*tensors, **options, form="absorbed")
+    limit = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
+    assert not torch.equal(fused, plain)
+    torch.testing.assert_close(fused, plain, rtol=0, atol=limit)
+
+
 def test_the_cheaper_form_by_flops():
     released = {"nope": 128, "rope": 64, "nope_and_v": 256, "rank": 512}
     assert all(cheaper_form(1, keys, **released) == "absorbed" for keys in (2, 128, 4096, 1 << 20))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_hf.ops import checks
+from kimi_hf.ops.continued_attention import continued_attention, worth_continuing
 from kimi_hf.ops.latent_attention.masks import masked_softmax, visibility
 
 # Without gradients, elements of absorbed scores held at a time.
@@ -13,6 +14,9 @@ SCORES = 1 << 22
 # Rows (heads x queries) up to which fp32 scores are computed keys-first, where a matrix-matrix product with few rows
 # reads the latent faster. Low precision always goes keys-first: the other way round the whole latent is re-ordered.
 FEW_ROWS = 16
+# Rows from which, and ranks up to which, the fused kernel pays although it copies the latent once: with a small rank the
+# passes over the scores cost more than the products.
+MANY_ROWS, SMALL_RANK = 64, 128
 
 
 def absorbed_form(
@@ -30,9 +34,14 @@ def absorbed_form(
     """All heads share one key and one value, the latent: heads and queries are rows of one product per batch row."""
     batch, queries, heads, nope = q_nope.shape
     keys = latent.shape[1]
-    visible = visibility(mask, is_causal, queries, keys, latent.device)
     absorbed = torch.einsum("btan,anr->batr", q_nope, kv_b_weight[:, :nope])
     rope = q_rope.transpose(1, 2)  # [B, A, T, r]
+    causal = mask is None and is_causal and not need_weights
+    thin = heads * queries >= MANY_ROWS and latent.shape[2] <= SMALL_RANK
+    if causal and thin and worth_continuing(latent, queries, keys - queries):
+        context = _fused(absorbed, rope, latent, k_rope, scale)
+        return torch.einsum("btar,avr->btav", context, kv_b_weight[:, nope:]), None
+    visible = visibility(mask, is_causal, queries, keys, latent.device)
     step = queries
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         step = max(1, SCORES // max(1, batch * heads * keys))
@@ -49,6 +58,14 @@ def absorbed_form(
         contexts = [torch.cat(contexts, dim=2)]
         weights = [torch.cat(weights, dim=2) if need_weights else None]
     return torch.einsum("batr,avr->btav", contexts[0], kv_b_weight[:, nope:]), weights[0]
+
+
+def _fused(absorbed: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, scale: float) -> Tensor:
+    """Context [B, T, A, R] after a past; the keys [c | k_r] serve as values too, so nothing is held per head."""
+    heads = absorbed.shape[1]
+    both = torch.cat([latent, k_rope], dim=-1)[:, None].expand(-1, heads, -1, -1)
+    context = continued_attention(torch.cat([absorbed, rope], dim=-1), both, both, scale=scale)
+    return context[..., : latent.shape[2]]
 
 
 def _latent_scores(absorbed: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, scale: float) -> Tensor:
