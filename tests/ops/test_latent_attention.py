@@ -198,7 +198,7 @@ def test_new_tokens_after_a_past_in_the_fused_kernel(monkeypatch, dtype):
     fused, _ = latent_attention(*tensors, **options, form="absorbed")
     monkeypatch.setattr(absorbed, "SMALL_RANK", 0)
     plain, _ = latent_attention(*tensors, **options, form="absorbed")
-    limit = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
+    limit = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 5e-2}[dtype]
     assert not torch.equal(fused, plain)
     torch.testing.assert_close(fused, plain, rtol=0, atol=limit)
 
