@@ -34,11 +34,15 @@ def style(index: int, label: Any) -> dict[str, Any]:
     return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)], "label": str(label)}
 
 
-def panels(count: int, width: float = 5.4, height: float = 3.9) -> tuple[Figure, list[Any]]:
-    """A figure with `count` panels beside one another."""
+def panels(count: int, width: float = 5.4, height: float = 3.9, rows: int = 1) -> tuple[Figure, list[Any]]:
+    """A figure with `count` panels in so many rows; panels that are left over stay empty."""
     plt.rcParams.update({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "lines.markersize": 5})
-    figure, axes = plt.subplots(1, count, figsize=(width * count, height), squeeze=False, constrained_layout=True)
-    return figure, list(axes[0])
+    columns = -(-count // rows)
+    size = (width * columns, height * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, constrained_layout=True)
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return figure, list(axes.flat[:count])
 
 
 def label(axis: Any, title: str, x: str, y: str, legend: bool = True) -> None:
@@ -47,10 +51,26 @@ def label(axis: Any, title: str, x: str, y: str, legend: bool = True) -> None:
         axis.legend(fontsize=8, framealpha=0.9)
 
 
-def bars(axis: Any, names: list[str], heights: list[float], spreads: list[float] | None = None) -> None:
-    """Bars with their numbers above them."""
-    colors = [STYLES[name]["color"] if name in STYLES else PALETTE[i % len(PALETTE)] for i, name in enumerate(names)]
-    drawn = axis.bar(range(len(names)), heights, yerr=spreads, color=colors, capsize=4)
-    axis.bar_label(drawn, fmt="%.3g", fontsize=8, padding=2)
+def bars(axis: Any, names: list[str], heights: list[float]) -> None:
+    """Bars from zero with their numbers above them."""
+    drawn = axis.bar(range(len(names)), heights, color=_colors(names))
+    axis.bar_label(drawn, [f"{h:,.0f}" if h >= 100 else f"{h:.3g}" for h in heights], fontsize=8, padding=2)
+    _names(axis, names)
+
+
+def dots(axis: Any, names: list[str], heights: list[float], spreads: list[float]) -> None:
+    """Points with the spread of their seeds, for differences too small for bars that start at zero."""
+    for i, (height, spread, color) in enumerate(zip(heights, spreads, _colors(names), strict=True)):
+        axis.errorbar(i, height, yerr=spread, fmt="o", color=color, capsize=5)
+        axis.annotate(f"{height:.3g}", (i, height), xytext=(7, 0), textcoords="offset points", fontsize=8, va="center")
+    axis.set_xlim(-0.5, len(names) - 0.2)
+    _names(axis, names)
+
+
+def _colors(names: list[str]) -> list[str]:
+    return [STYLES[name]["color"] if name in STYLES else PALETTE[i % len(PALETTE)] for i, name in enumerate(names)]
+
+
+def _names(axis: Any, names: list[str]) -> None:
     axis.set_xticks(range(len(names)), names, rotation=20, ha="right")
     axis.margins(y=0.15)

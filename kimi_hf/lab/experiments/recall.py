@@ -243,7 +243,7 @@ HYBRIDS = Experiment(
             {"key": ratio, "seed": seed, "steps": steps, "counts": [4, 8, 12], "width": 32, "layers": 8, "length": 48,
              "vocab": 48, "rate": 5e-3, "batch": 16},
         )
-        for steps, seeds in [(200, 1) if budget == "small" else (800, 2)]
+        for steps, seeds in [(600, 1) if budget == "small" else (800, 2)]
         for ratio in RATIOS
         for seed in range(seeds)
     ],
@@ -349,7 +349,7 @@ FORGETTING = Experiment(
             f"{gate}, seed {seed}", forgetting,
             {"gate": gate, "seed": seed, "steps": steps, "pairs": 8, "contexts": 4, "length": 104, "vocab": 64, "rate": 1e-2},
         )
-        for steps, seeds in [(300, 1) if budget == "small" else (1000, 3)]
+        for steps, seeds in [(500, 1) if budget == "small" else (1000, 3)]
         for gate in GATES
         for seed in range(seeds)
     ],

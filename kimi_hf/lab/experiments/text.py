@@ -12,7 +12,7 @@ from ...modeling.residual import DepthQuery
 from ...training.balance import RouterBalanceCallback
 from ..experiment import FAILS, HOLDS, OPEN, Experiment, Point, Results, Verdict, mean, select
 from ..models import RUNGS, build, loss_of, shifted, sizes, train
-from ..plots import STYLES, bars, label, panels, style
+from ..plots import STYLES, dots, label, panels, style
 from ..tasks import Text
 
 _BYTES = 2_000_000
@@ -105,7 +105,7 @@ def _judge_depth(results: Results) -> Verdict:
 
 
 def _draw_depth(results: Results):
-    figure, axes = panels(5, width=4.2)
+    figure, axes = panels(5, width=4.4, rows=2)
     for i, residual in enumerate(RESIDUALS):
         rows = select(results, residual=residual)
         layers = range(1, len(rows[0]["hidden_rms"]) + 1)
@@ -297,8 +297,7 @@ def _draw_language(results: Results):
         low, high = ([f(c[k - 1] for c in curves) for k in xs] for f in (min, max))
         axes[0].fill_between(xs, low, high, color=STYLES[rung]["color"], alpha=0.2)
     label(axes[0], "Training (band: seeds)", "steps", "loss, nats a byte")
-    bars(axes[1], list(found), [loss for loss, _ in found.values()], [spread for _, spread in found.values()])
-    axes[1].set_ylim(0.9 * min(loss for loss, _ in found.values()), None)
+    dots(axes[1], list(found), [loss for loss, _ in found.values()], [spread for _, spread in found.values()])
     label(axes[1], "Held-out loss (lines: spread of seeds)", "", "nats a byte", legend=False)
     return figure
 
