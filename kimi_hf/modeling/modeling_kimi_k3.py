@@ -196,6 +196,10 @@ class KimiK3ForConditionalGeneration(MediaGenerationMixin, KimiK3PreTrainedModel
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.language_model.lm_head = value
 
+    def set_chunked_loss(self, tokens: int | None = 1024) -> None:
+        """See `CausalHead.set_chunked_loss`."""
+        self.language_model.set_chunked_loss(tokens)
+
     @can_return_tuple
     def forward(
         self,

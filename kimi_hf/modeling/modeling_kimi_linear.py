@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -20,6 +20,7 @@ from .cache import KimiCache
 from .decoder import DecoderLayer
 from .feed_forward import KimiMLP
 from .generation import KimiGenerationMixin
+from .head import CausalHead
 from .initialization import init_decay, init_router, init_short_convolution
 from .mixers import KimiDeltaAttention, MultiHeadLatentAttention
 from .mixers.short_convolution import ShortConvolution
@@ -172,7 +173,7 @@ class KimiLinearModel(KimiLinearPreTrainedModel):
         return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
 
-class KimiLinearForCausalLM(KimiLinearPreTrainedModel, KimiGenerationMixin, GenerationMixin):
+class KimiLinearForCausalLM(CausalHead, KimiLinearPreTrainedModel, KimiGenerationMixin, GenerationMixin):
     """The decoder with its language-model head.
 
     Args:
@@ -208,6 +209,9 @@ class KimiLinearForCausalLM(KimiLinearPreTrainedModel, KimiGenerationMixin, Gene
         """Logits (B, T, vocabulary), and the loss when `labels` (B, T) are given (shifted here; -100 is ignored).
 
         The other arguments are `KimiLinearModel.forward`'s; `logits_to_keep` limits which positions get logits.
+
+        Raises:
+            ShapeError: labels that do not have one entry per position with logits; and as `KimiLinearModel.forward`.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -218,10 +222,7 @@ class KimiLinearForCausalLM(KimiLinearPreTrainedModel, KimiGenerationMixin, Gene
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self._logits_and_loss(outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
         return MoeCausalLMOutputWithPast(
             loss=loss,
             logits=logits,

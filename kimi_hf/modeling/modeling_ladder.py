@@ -18,6 +18,7 @@ from .cache import KimiCache
 from .decoder import DecoderLayer
 from .feed_forward import GeluMLP, KimiMLP
 from .generation import KimiGenerationMixin
+from .head import CausalHead
 from .initialization import init_decay, init_router, init_short_convolution
 from .mixers import (
     DeltaNet,
@@ -254,7 +255,7 @@ class LadderModel(LadderPreTrainedModel):
         return positions
 
 
-class LadderForCausalLM(LadderPreTrainedModel, KimiGenerationMixin, GenerationMixin):
+class LadderForCausalLM(CausalHead, LadderPreTrainedModel, KimiGenerationMixin, GenerationMixin):
     """The decoder with its language-model head.
 
     Args:

@@ -54,6 +54,19 @@ def test_gradient_checkpointing_changes_no_gradient(tiny, reentrant):
     _assert_same_gradients(_gradients(model, ids), plain)
 
 
+def test_chunked_loss_is_the_same_loss(tiny):
+    model, ids = tiny.build().train(), _texts(tiny)
+    plain, loss = _gradients(model, ids, num_items_in_batch=50), model(ids, labels=ids).loss
+    model.set_chunked_loss(7)
+    out = model(ids, labels=ids)
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, loss, rtol=1e-6, atol=1e-6)
+    _assert_same_gradients(_gradients(model, ids, num_items_in_batch=50), plain)
+    assert model.eval()(ids, labels=ids).logits is not None
+    model.train().set_chunked_loss(None)
+    assert model(ids, labels=ids).logits is not None
+
+
 def test_gradient_checkpointing_recomputes_layers_and_can_be_switched_off(tiny):
     model, ids = tiny.build().train(), tiny.ids()
     calls = []
