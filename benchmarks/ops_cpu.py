@@ -320,14 +320,32 @@ def measure(row: str, variant: str) -> None:
     gc.collect()
     with open("/proc/self/clear_refs", "w") as clear:
         clear.write("5")
-    before = _status("VmRSS")
+    before = status("VmRSS")
     run()
-    print((_status("VmHWM") - before) / 1024)
+    print((status("VmHWM") - before) / 1024)
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def run_row(name: str, row: Row, arguments: argparse.Namespace) -> dict:
+    """Compare and time the variants of one row; the record that is written."""
+    closures = row.make()
+    check(name, closures)
+    before = gemm_rate()
+    timings = interleave(closures, rounds=arguments.rounds, budget=arguments.budget)
+    rate = (before + gemm_rate()) / 2
+    record = report(row.name, timings, "eager")
+    if row.flops:
+        floor = row.flops / rate
+        record |= {"gemm_gflops": rate / 1e9, "floor_s": floor, "over_floor": timings["eager"].median / floor}
+        print(f"  floor {floor * 1e3:.1f} ms at {rate / 1e9:.0f} GFLOP/s: eager is {record['over_floor']:.2f}x")
+    if arguments.memory:
+        record["peak_extra_mb"] = {variant: peak_extra(name, variant) for variant in closures}
+        print("  peak extra MB:", ", ".join(f"{v} {mb:.0f}" for v, mb in record["peak_extra_mb"].items()))
+    return record
 
 
 def main() -> None:
@@ -348,23 +366,7 @@ def main() -> None:
     if arguments.list:
         return print("\n".join(table))
     chosen = arguments.only.split(",") if arguments.only else list(table)
-    records = [machine()]
-    for name in chosen:
-        row = table[name]
-        closures = row.make()
-        check(name, closures)
-        before = gemm_rate()
-        timings = interleave(closures, rounds=arguments.rounds, budget=arguments.budget)
-        rate = (before + gemm_rate()) / 2
-        record = report(row.name, timings, "eager")
-        if row.flops:
-            floor = row.flops / rate
-            record |= {"gemm_gflops": rate / 1e9, "floor_s": floor, "over_floor": timings["eager"].median / floor}
-            print(f"  floor {floor * 1e3:.1f} ms at {rate / 1e9:.0f} GFLOP/s: eager is {record['over_floor']:.2f}x")
-        if arguments.memory:
-            record["peak_extra_mb"] = {variant: peak_extra(name, variant) for variant in closures}
-            print("  peak extra MB:", ", ".join(f"{v} {mb:.0f}" for v, mb in record["peak_extra_mb"].items()))
-        records.append(record)
+    records = [machine(), *(run_row(name, table[name], arguments) for name in chosen)]
     if arguments.json:
         with open(arguments.json, "w") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
