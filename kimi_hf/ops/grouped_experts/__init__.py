@@ -10,9 +10,11 @@ from kimi_hf.errors import ShapeError
 from kimi_hf.ops import checks, kernel_limits
 from kimi_hf.ops.autocast import autocast_dtype, no_autocast
 from kimi_hf.ops.dispatch import Backend, Operation
+from kimi_hf.ops.grouped_experts.eager import fetched_experts_eager
+from kimi_hf.ops.grouped_experts.stack import FetchedStack
 from kimi_hf.ops.mxfp4.packed import PackedWeight
 
-__all__ = ["grouped_experts"]
+__all__ = ["fetched_experts", "grouped_experts"]
 
 OPERATION = Operation(
     "grouped_experts",
@@ -68,3 +70,39 @@ def grouped_experts(
         return OPERATION.pick(hidden, backend, is_packed=is_packed)(
             hidden, indices, weights, gate_up_proj, down_proj, act
         )
+
+
+def fetched_experts(
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    fetch: Callable[[int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
+    experts: int,
+    inner: int,
+    act: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """`grouped_experts` with experts that are not in memory: each chosen one is fetched, used, and let go.
+
+    Experts are taken in rising order, each once a forward (and once more a backward), so no more than one need be held.
+    The same products in the same order as with packed experts in memory.
+
+    Args:
+        hidden: [N, D]. indices: [N, k] int64; entries outside 0 .. E - 1 contribute nothing. weights: [N, k], fp32.
+        fetch: expert number -> (gate_up, down): gate_up [2F, D] and down [D, F], each as (dense,) or as MXFP4 (packed,
+            scale), on any device. Asked twice in a row for the same expert.
+        experts: E. inner: F.
+        act: [rows, 2F] -> [rows, F], row by row and without parameters of its own.
+    Returns: [N, D] in hidden.dtype (under autocast in autocast's). Differentiable in hidden and weights.
+    Raises: ShapeError for shapes or dtypes; whatever `fetch` raises.
+    """
+    checks.require_rank("fetched_experts", "hidden", hidden, 2, "[N, D]")
+    checks.require_shape("fetched_experts", "weights", weights, tuple(indices.shape), "[N, k], the shape of indices")
+    checks.require_floating("fetched_experts", hidden=hidden, weights=weights)
+    if indices.dim() != 2 or len(indices) != len(hidden) or indices.is_floating_point():
+        raise ShapeError(f"fetched_experts: indices is {indices.dtype} {tuple(indices.shape)}, expected int64 [N, k]")
+    hidden = hidden.to(autocast_dtype(hidden))
+    width = hidden.shape[1]
+    gate_up = FetchedStack((), lambda expert: fetch(expert)[0], (experts, 2 * inner, width), hidden.device)
+    down = FetchedStack((), lambda expert: fetch(expert)[1], (experts, width, inner), hidden.device)
+    with no_autocast(hidden):
+        return fetched_experts_eager(hidden, indices, weights, gate_up, down, act)

@@ -7,6 +7,7 @@ compiled graphs: `whole.py`, with torch's grouped product where it takes the dty
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from kimi_hf.ops import checks
 from kimi_hf.ops.grouped_experts.plan import Plan, make_plan
-from kimi_hf.ops.grouped_experts.stack import Stack, add_gradient, multiply, product
+from kimi_hf.ops.grouped_experts.stack import FetchedStack, Stack, add_gradient, multiply, product
 from kimi_hf.ops.grouped_experts.whole import grouped_experts_whole
 from kimi_hf.ops.mxfp4.packed import PackedWeight
 
@@ -39,8 +40,18 @@ def grouped_experts_eager(
         return _one_token(hidden, indices, weights, act, first, second)
     plan = make_plan(indices, gate_up_proj.shape[0], gate_up_proj.shape[1])
     if recorded:
-        return _GroupedExperts.apply(hidden, weights, plan, act, len(first.tensors), *first.tensors, *second.tensors)
+        return _GroupedExperts.apply(hidden, weights, plan, act, first, second, *first.tensors, *second.tensors)
     return _forward(hidden, weights, plan, act, first, second, None)
+
+
+def fetched_experts_eager(
+    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: FetchedStack, down: FetchedStack, act: Activation
+) -> Tensor:
+    """See `kimi_hf.ops.grouped_experts.fetched_experts`; one expert after another, so that each is fetched once."""
+    plan = make_plan(indices, gate_up.experts, gate_up.rows, alone=True)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
+        return _GroupedExperts.apply(hidden, weights, plan, act, gate_up, down)
+    return _forward(hidden, weights, plan, act, gate_up, down, None)
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -51,23 +62,28 @@ class _GroupedExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weights: Tensor, plan: Plan, act: Activation, split: int, *stacks: Tensor):
-        first, second = Stack(stacks[:split]), Stack(stacks[split:])
+    def forward(
+        ctx, hidden: Tensor, weights: Tensor, plan: Plan, act: Activation, first: Stack, second: Stack, *tensors: Tensor
+    ):
         kept = hidden.new_empty(plan.pairs, first.rows)
         out = _forward(hidden, weights, plan, act, first, second, kept)
-        ctx.save_for_backward(hidden, weights, kept, *stacks)
-        ctx.plan, ctx.act, ctx.split = plan, act, split
+        ctx.save_for_backward(hidden, weights, kept, *tensors)
+        # the stacks without their tensors, which autograd keeps
+        ctx.plan, ctx.act, ctx.stacks = plan, act, (replace(first, tensors=()), replace(second, tensors=()))
+        ctx.split = len(first.tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        hidden, weights, kept, *stacks = ctx.saved_tensors
-        first, second = Stack(stacks[: ctx.split]), Stack(stacks[ctx.split :])
+        hidden, weights, kept, *tensors = ctx.saved_tensors
+        first = replace(ctx.stacks[0], tensors=tuple(tensors[: ctx.split]))
+        second = replace(ctx.stacks[1], tensors=tuple(tensors[ctx.split :]))
         wide = checks.compute_dtype(hidden.dtype)
-        d_hidden = torch.zeros(hidden.shape, dtype=wide) if ctx.needs_input_grad[0] else None
-        d_weights = torch.zeros(weights.numel(), dtype=wide)
-        d_stacks = [torch.zeros_like(s) if n else None for s, n in zip(stacks, ctx.needs_input_grad[5:], strict=True)]
+        d_hidden = hidden.new_zeros(hidden.shape, dtype=wide) if ctx.needs_input_grad[0] else None
+        d_weights = weights.new_zeros(weights.numel(), dtype=wide)
+        d_tensors = [torch.zeros_like(t) if n else None for t, n in zip(tensors, ctx.needs_input_grad[6:], strict=True)]
+        d_first, d_second = (d_tensors[0], d_tensors[ctx.split]) if tensors else (None, None)
         flat_weights = weights.reshape(-1)
         for segment in ctx.plan.segments:
             pair, token = ctx.plan.pair[segment.span], ctx.plan.token[segment.span]
@@ -83,16 +99,16 @@ class _GroupedExperts(torch.autograd.Function):
             if d_hidden is not None:
                 d_x = multiply(d_gate_up, first, segment.experts, transposed=True)
                 d_hidden.index_add_(0, token, d_x.to(wide))
-            weighted = (inner.detach() * scale).to(inner.dtype) if d_stacks[ctx.split] is not None else None
-            x = hidden.index_select(0, token) if d_stacks[0] is not None else None
+            weighted = (inner.detach() * scale).to(inner.dtype) if d_second is not None else None
+            x = hidden.index_select(0, token) if d_first is not None else None
             for expert, rows in segment.experts:
                 if weighted is not None:
-                    add_gradient(d_stacks[ctx.split][expert], d[rows], weighted[rows])
+                    add_gradient(d_second[expert], d[rows], weighted[rows])
                 if x is not None:
-                    add_gradient(d_stacks[0][expert], d_gate_up[rows], x[rows])
+                    add_gradient(d_first[expert], d_gate_up[rows], x[rows])
         d_weights = d_weights.view(weights.shape).to(weights.dtype)
         d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
-        return d_hidden, d_weights, None, None, None, *d_stacks
+        return d_hidden, d_weights, None, None, None, None, *d_tensors
 
 
 def _one_token(
@@ -116,7 +132,7 @@ def _forward(
 ) -> Tensor:
     """`kept` [pairs, 2F], where given, receives gate_up."""
     wide = checks.compute_dtype(hidden.dtype)
-    out = torch.zeros(hidden.shape, dtype=wide)
+    out = hidden.new_zeros(hidden.shape, dtype=wide)
     flat_weights = weights.reshape(-1)
     for segment in plan.segments:
         token = plan.token[segment.span]

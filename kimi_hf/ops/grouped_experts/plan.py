@@ -33,8 +33,8 @@ class Plan:
         return len(self.pair)
 
 
-def make_plan(indices: Tensor, experts: int, twice_inner: int) -> Plan:
-    """Sort the pairs of indices [N, k] once; those of no expert are dropped."""
+def make_plan(indices: Tensor, experts: int, twice_inner: int, alone: bool = False) -> Plan:
+    """Sort the pairs of indices [N, k] once; those of no expert are dropped. `alone`: one expert a segment."""
     flat, pair = indices.reshape(-1).sort(stable=True)
     bounds = torch.searchsorted(flat, torch.arange(experts + 1, device=flat.device)).tolist()
     pair = pair[bounds[0] : bounds[-1]]
@@ -44,7 +44,7 @@ def make_plan(indices: Tensor, experts: int, twice_inner: int) -> Plan:
     for expert in range(experts):
         begin, end = bounds[expert] - bounds[0], bounds[expert + 1] - bounds[0]
         while begin < end:
-            if begin - start >= limit or (members and end - start > limit):
+            if begin - start >= limit or (members and (alone or end - start > limit)):
                 segments.append(Segment(slice(start, begin), tuple(members)))
                 start, members = begin, []
             stop = min(end, start + limit)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kimi_hf.ops.mxfp4 import unpack
 from kimi_hf.ops.mxfp4.packed import PackedWeight
 
 # Elements of a packed expert that are dense at a time.
@@ -50,11 +51,45 @@ class Stack:
         if len(self.tensors) == 1:
             yield slice(None), self.tensors[0][expert].to(dtype)
             return
-        packed = PackedWeight(*self.tensors)
-        step = max(1, BLOCK // packed.shape[2])
-        for start in range(0, self.rows, step):
-            rows = slice(start, start + step)
-            yield rows, packed.dense(expert, rows, dtype)
+        yield from packed_blocks(*(tensor[expert] for tensor in self.tensors), dtype)
+
+
+@dataclass(frozen=True)
+class FetchedStack(Stack):
+    """[E, out, in] of which an expert's matrix is fetched when it is asked for: `fetch(expert)` gives it as (dense,) or
+    (packed, scale), anywhere; it is moved to `device` block by block and not kept."""
+
+    tensors: tuple[Tensor, ...]  # none
+    fetch: Callable[[int], tuple[Tensor, ...]]
+    shape: tuple[int, int, int]
+    device: torch.device
+
+    @property
+    def experts(self) -> int:
+        return self.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return self.shape[2]
+
+    def blocks(self, expert: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        tensors = self.fetch(expert)
+        if len(tensors) == 1:
+            yield slice(None), tensors[0].to(self.device, dtype)
+        else:
+            yield from packed_blocks(*(tensor.to(self.device) for tensor in tensors), dtype)
+
+
+def packed_blocks(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, matrix [rows, in] in `dtype`) of packed [out, in / 2], at most BLOCK elements dense at a time."""
+    step = max(1, BLOCK // (2 * packed.shape[1]))
+    for start in range(0, packed.shape[0], step):
+        rows = slice(start, start + step)
+        yield rows, unpack(packed[rows], scale[rows], dtype, check=False)
 
 
 def multiply(x: Tensor, stack: Stack, experts: Rows, out: Tensor | None = None, *, transposed: bool = False) -> Tensor:
@@ -160,7 +195,7 @@ def product(x: Tensor, stack: Stack, expert: int, out: Tensor) -> None:
     """out [n, out] = x [n, in] W^T."""
     few = x.shape[0] <= FEW_ROWS and x.dtype == torch.float32
     for rows, matrix in stack.blocks(expert, x.dtype):
-        target = out[:, rows] if len(stack.tensors) > 1 else out
+        target = out if rows == slice(None) else out[:, rows]
         if few:
             target.copy_(torch.bmm(matrix.unsqueeze(0), x.mT.unsqueeze(0)).squeeze(0).mT)
         else:
