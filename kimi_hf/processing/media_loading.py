@@ -7,7 +7,7 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MAX_IMAGE_PIXELS = 178_956_970
 _CHANNEL_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _VALUE_KEYS = ("image", "image_url", "url", "path", "base64")
+# Read by running another program (Ghostscript) on the file, which no image of a stranger should be able to ask for.
+_REFUSED_FORMATS = {"EPS"}
 
 
 def require_pil() -> Any:
@@ -62,14 +64,16 @@ def media_value(media: Any) -> Any:
 
 
 def flatten_media(media: Any) -> list[Any]:
-    """Images in a flat list: one image, a list, lists of lists, or a 4-D array of equal-sized images."""
-    if media is None:
-        return []
+    """Images in a flat list: one image, a list, lists of lists, or a 4-D array of equal-sized images; None is none.
+
+    A None inside a list stays in its place: it is an image that is missing, and dropping it would give every later
+    image the place of the one before.
+    """
     if isinstance(media, (list, tuple)):
-        return [item for part in media for item in flatten_media(part)]
+        return [item for part in media for item in ([None] if part is None else flatten_media(part))]
     if getattr(media, "ndim", None) == 4:
-        return [item for part in media for item in flatten_media(part)]
-    return [media]
+        return list(media)
+    return [] if media is None else [media]
 
 
 def load_images(
@@ -100,8 +104,8 @@ def load_image(
 
     Args:
         media: PIL image; numpy array or torch tensor (H, W), (H, W, C) or (C, H, W) with C in 1 (grey), 2 (grey +
-            alpha), 3, 4, either integers 0..255 or floats 0..1; path; bytes or a binary file of an image format;
-            "data:" URL; base64 text; or a message part holding one of these.
+            alpha), 3, 4, either integers 0..255 or floats 0..1; path; bytes or a binary file of an image format
+            (the first picture of an animation); "data:" URL; base64 text; or a message part holding one of these.
         max_pixels: larger images are refused before they are decoded; None for no limit.
         input_data_format: "channels_first" or "channels_last" where the shape of an array could mean both; else
             arrays are read channels last, tensors channels first.
@@ -112,24 +116,24 @@ def load_image(
     """
     pil = require_pil()
     value = media_value(media)
+    if value is None:
+        raise MediaError("found None; leave it out, and give [] for a text or a row without images")
     if isinstance(value, pil.Image.Image):
-        image = value
-        _check_size(image, max_pixels)
+        image = _decode(lambda: value, "the PIL image", max_pixels)
     elif isinstance(value, np.ndarray):
         image = _from_array(value, input_data_format, first=False, max_pixels=max_pixels)
     elif hasattr(value, "detach") and hasattr(value, "numpy"):  # a torch tensor, without importing torch
-        value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() else value
-        image = _from_array(value.numpy(), input_data_format, first=True, max_pixels=max_pixels)
+        image = _from_array(_to_numpy(value), input_data_format, first=True, max_pixels=max_pixels)
     else:
-        image = _decode(pil, *_open(value), max_pixels)
-    return pil.ImageOps.exif_transpose(image) if apply_exif_orientation else image
+        file, name = _open(value)
+        image = _decode(lambda: pil.Image.open(file, formats=_formats(pil)), name, max_pixels)
+    return _upright(pil, image) if apply_exif_orientation else image
 
 
 def _open(value: Any) -> tuple[Any, str]:
     """A binary file for everything that is not yet pixels, and a short name of it for messages."""
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return io.BytesIO(bytes(value)), f"{len(value)} bytes"
+        return io.BytesIO(bytes(value)), f"the file of {len(value)} bytes"
     if hasattr(value, "read"):
         return value, "the file object"
     if isinstance(value, os.PathLike):
@@ -143,21 +147,24 @@ def _open(value: Any) -> tuple[Any, str]:
 
 
 def _open_text(text: str) -> tuple[Any, str]:
-    shown = text if len(text) <= 60 else text[:57] + "..."
-    if text.startswith("data:"):
-        return io.BytesIO(_data_url(text)), f"the data URL {shown!r}"
-    if text.startswith(("http://", "https://")):
-        raise MediaError(f"{shown!r} is a remote address, and images are not fetched; download it and give the bytes")
-    if text.startswith("file://"):
-        path = unquote_to_bytes(text.removeprefix("file://")).decode()
-        return _open_path(Path(path)), repr(shown)
+    shown = repr(str(text if len(text) <= 60 else text[:57] + "..."))
+    scheme = text[:8].lower()
+    if scheme.startswith("data:"):
+        return io.BytesIO(_data_url(text)), f"the data URL {shown}"
+    if scheme.startswith(("http://", "https://")):
+        raise MediaError(f"{shown} is a remote address, and images are not fetched; download it and give the bytes")
+    if scheme.startswith("file://"):
+        path = os.fsdecode(unquote_to_bytes(text[len("file://") :]))
+        return _open_path(Path(path.removeprefix("localhost"))), shown
+    if not text.strip():
+        raise MediaError("found an empty text; give a path, a data: URL, or base64 text")
     # A path is tried first; base64 text is far longer than any path may be.
-    if len(text) < 4096 and Path(text).exists():
-        return _open_path(Path(text)), repr(shown)
+    if len(text) < 4096 and os.path.exists(text):
+        return _open_path(Path(text)), shown
     try:
-        return io.BytesIO(base64.b64decode(text, validate=True)), f"the base64 text {shown!r}"
-    except binascii.Error:
-        raise MediaError(f"{shown!r} is neither a file, nor a data: URL, nor base64 text") from None
+        return io.BytesIO(base64.b64decode("".join(text.split()), validate=True)), f"the base64 text {shown}"
+    except ValueError:  # not base64, or not even ASCII
+        raise MediaError(f"{shown} is neither a file, nor a data: URL, nor base64 text") from None
 
 
 def _open_path(path: Path) -> io.BytesIO:
@@ -168,7 +175,7 @@ def _open_path(path: Path) -> io.BytesIO:
 
 
 def _data_url(url: str) -> bytes:
-    header, comma, payload = url.removeprefix("data:").partition(",")
+    header, comma, payload = url[len("data:") :].partition(",")
     mime, *parameters = header.split(";")
     if not comma:
         raise MediaError("a data: URL needs a comma between its type and its data")
@@ -183,18 +190,42 @@ def _data_url(url: str) -> bytes:
         raise MediaError(f"the base64 part of a data: URL is damaged: {error}") from error
 
 
-def _decode(pil: Any, file: Any, name: str, max_pixels: int | None) -> "Image":
+def _formats(pil: Any) -> list[str]:
+    pil.Image.init()  # else only the commonest formats are known
+    return [name for name in pil.Image.ID if name not in _REFUSED_FORMATS]
+
+
+def _decode(opened: Callable[[], "Image"], name: str, max_pixels: int | None) -> "Image":
+    pil = require_pil()
     try:
-        image = pil.Image.open(file)  # reads the header only
+        image = opened()  # reads the header only
         _check_size(image, max_pixels)
         image.load()
+        _check_size(image, max_pixels)  # icons say how large they are inside only then
         return image
     except MediaError:
         raise
     except pil.Image.DecompressionBombError as error:
         raise MediaError(f"{name}: {error}; PIL has a limit of its own, PIL.Image.MAX_IMAGE_PIXELS") from error
+    except pil.UnidentifiedImageError as error:
+        raise MediaError(f"{name} is not a readable image: it has none of the formats that PIL knows") from error
     except Exception as error:  # every format plugin has its own exceptions for damaged files
         raise MediaError(f"{name} does not hold a readable image: {error}") from error
+
+
+def _upright(pil: Any, image: "Image") -> "Image":
+    try:
+        return pil.ImageOps.exif_transpose(image)
+    except Exception as error:  # as many kinds of damage as there are writers of EXIF
+        raise MediaError(f"its EXIF data cannot be read: {error}; pass apply_exif_orientation=False") from error
+
+
+def _to_numpy(tensor: Any) -> np.ndarray:
+    try:
+        tensor = tensor.detach().cpu()
+        return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, quantised, or on the meta device
+        raise MediaError(f"a tensor that numpy cannot hold: {error}") from error
 
 
 def _check_size(image: "Image", max_pixels: int | None) -> None:

@@ -102,7 +102,9 @@ def test_every_way_to_give_an_image(processor, tmp_path):
         "bytearray": bytearray(png),
         "file object": io.BytesIO(png),
         "base64": text,
+        "base64, wrapped": base64.encodebytes(png).decode(),
         "data URL": f"data:image/png;base64,{text}",
+        "data URL, upper case": f"DATA:image/png;base64,{text}",
         "data URL, escaped": "data:image/png;charset=utf-8;base64," + text.replace("+", "%2B"),
         "data URL, percent": "data:image/png," + "".join(f"%{byte:02x}" for byte in png),
         "image part": {"type": "image", "image": image},
@@ -126,6 +128,32 @@ def test_ambiguous_arrays_follow_the_stated_format_or_the_library_s_habit():
     last, first = Image.fromarray(square), Image.fromarray(np.ascontiguousarray(square.transpose(1, 2, 0)))
     assert load_image(square) == last == load_image(torch.tensor(square), input_data_format="channels_last")
     assert load_image(torch.tensor(square)) == first == load_image(square, input_data_format="channels_first")
+
+
+def test_small_base64_texts_are_not_taken_for_paths(processor):
+    image = picture(size=(12, 12))  # longer than a file name may be, shorter than a path
+    text = base64.b64encode(encoded(image)).decode()
+    assert 255 < len(text) < 4096
+    assert torch.equal(processor(text)["pixel_values"], processor(image)["pixel_values"])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (9000, 1), (1, 9000), (29, 27)])
+def test_extreme_sizes(processor, size):
+    image = picture(size=size)
+    out = processor(image)
+    assert (
+        out["grid_thws"].prod() == processor.get_number_of_image_patches(size[1], size[0]) == len(out["pixel_values"])
+    )
+    assert out["grid_thws"].max() <= 512
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_animations_show_their_first_picture(processor, kind):
+    frames = [Image.new("RGB", (40, 30), color) for color in ("red", "blue", "green")]
+    options = {"lossless": True} if kind == "WEBP" else {}
+    moving = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    assert Image.open(io.BytesIO(moving)).n_frames == 3
+    assert torch.equal(processor(moving)["pixel_values"], processor(frames[0])["pixel_values"])
 
 
 @pytest.mark.parametrize("mode", ["1", "CMYK", "YCbCr", "HSV", "I", "F", "I;16"])
@@ -185,6 +213,23 @@ def test_exif_is_ignored_unless_asked(processor):
     assert KimiK3VisionProcessor(apply_exif_orientation=True).load(tagged)[0].size == (30, 60)
 
 
+@pytest.mark.filterwarnings("ignore:Image was not the expected size")
+def test_icons_are_as_large_as_what_is_inside(processor):
+    icon = bytearray(encoded(picture(size=(200, 200)), "ICO", sizes=[(200, 200)]))
+    icon[6:8] = bytes((16, 16))  # what the directory of an icon says need not be so
+    with pytest.raises(MediaError, match="200 x 200 pixels are more than the limit of 1000"):
+        processor(bytes(icon), max_image_pixels=1000)
+
+
+def test_broken_exif_is_said(processor, monkeypatch):
+    def broken(image):
+        raise SyntaxError("not a TIFF file")
+
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", broken)
+    with pytest.raises(MediaError, match="image 1 of 2: its EXIF data cannot be read: not a TIFF file"):
+        processor([picture(), picture()], apply_exif_orientation=True)
+
+
 def _orientation(value: int) -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = value
@@ -214,9 +259,18 @@ def test_bombs_are_refused_before_decoding(processor, monkeypatch):
         ("data:text/plain;base64,AAAA", "'text/plain' is not an image"),
         ("data:image/png;base64", "comma"),
         ("data:image/png;base64,!!!", "damaged"),
-        ("AAAA", "base64 text 'AAAA' does not hold a readable image"),
-        (b"not an image", "12 bytes does not hold a readable image"),
+        ("AAAA", "base64 text 'AAAA' is not a readable image"),
+        ("no/such/\u00e4.png", "neither a file"),
+        ("a" * 300, "base64 text 'aaa.* is not a readable image"),
+        (" ", "an empty text"),
+        ("file:///%ff%fe.png", "cannot read"),
+        (None, "found None; leave it out"),
+        (b"not an image", "the file of 12 bytes is not a readable image"),
         (encoded(picture())[:60], "readable image"),
+        (Image.open(io.BytesIO(encoded(picture(size=(300, 300)))[:9000])), "the PIL image does not hold .*truncated"),
+        (encoded(picture(), "EPS"), "not a readable image"),  # PIL would start a program to read it
+        (torch.zeros(3, 4, 4, device="meta"), "numpy cannot hold"),
+        (torch.zeros(3, 4).to_sparse(), "numpy cannot hold"),
         (np.zeros((3, 4, 5, 6, 7)), "not one image"),
         (np.zeros((7, 5, 6), np.uint8), "no channel axis"),
         (np.full((4, 4, 3), 1.5), "0..1"),
