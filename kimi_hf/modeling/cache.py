@@ -49,6 +49,14 @@ class _PlainRecurrentLayer:
         layer.has_previous_state[0] = True
         return o
 
+    def memory_to_step(self) -> tuple[Tensor, Tensor] | None:
+        """See `DeltaStateLayer.memory_to_step`."""
+        layer = self.layer
+        if not layer.has_previous_state[0] or layer.record_past or torch.is_grad_enabled():
+            return None
+        window, state = layer.conv_states[0], layer.recurrent_states[0]
+        return (window, state) if window.is_contiguous() and state.is_contiguous() else None
+
 
 def recurrent_layer(cache: Cache | None, layer_idx: int) -> DeltaStateLayer | _PlainRecurrentLayer | None:
     """The cache layer a recurrent mixer continues from.

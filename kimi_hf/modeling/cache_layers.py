@@ -267,6 +267,19 @@ class DeltaStateLayer(LinearAttentionLayer):
         self.tokens += inputs.length
         return o
 
+    def memory_to_step(self) -> tuple[Tensor, Tensor] | None:
+        """(window, state) for one token that the caller runs over them in place, counted here; None if they must stay.
+
+        They must while past tokens can be taken back, while a fork or a graph still looks at them, and before there
+        are any.
+        """
+        window, state = self._memory()
+        free = window is not None and not (self.record_past or self.shared or torch.is_grad_enabled())
+        if not free or state.requires_grad or not (window.is_contiguous() and state.is_contiguous()):
+            return None
+        self.tokens += 1
+        return window, state
+
     def _run_recording(self, inputs: TokenInputs, advance, window, state) -> Tensor:
         pending = 0 if self.log is None else self.log.length
         new = inputs.length

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.kda import kda
+from ...ops.kda_decode import kda_decode
 from ..cache import TokenInputs, recurrent_layer
 from ..norms import KimiGatedRMSNorm
 from ..sequence import MaskInfo, PaddedRows, SequenceLayout
@@ -64,16 +65,51 @@ class KimiDeltaAttention(nn.Module):
             self.f_b_proj(self.f_a_proj(hidden_states)),
             self.b_proj(hidden_states),
         )
-        inputs = TokenInputs(raw, layout.real if isinstance(layout, PaddedRows) else None)
+        gate = self.g_proj(hidden_states) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
         layer = recurrent_layer(past_key_values, self.layer_idx)
+        if layout is None and hidden_states.shape[1] == 1 and (memory := self._memory_to_step(layer)) is not None:
+            return self.o_proj(self._step(*(x[:, 0] for x in (*raw, gate)), *memory)[:, None]), None
+        inputs = TokenInputs(raw, layout.real if isinstance(layout, PaddedRows) else None)
         if layer is None:
             mixed, _, _ = self.advance(inputs, None, None, layout, keep=False)
         else:
             mixed = layer.run(inputs, self.advance, layout)
-        gate = self.g_proj(hidden_states) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
         heads = (*hidden_states.shape[:2], self.num_heads, self.head_dim)
         mixed = self.o_norm(mixed.view(heads), gate.view(heads))
         return self.o_proj(mixed.flatten(2)), None
+
+    def _memory_to_step(self, layer) -> tuple[Tensor, Tensor] | None:
+        """The cache's window and state if one token may be run over them in place, else None.
+
+        The step reads the weights of the convolutions and the norm by itself, so a module that is wrapped or has hooks
+        (offloading, sharding, a user's) sends the token the general way.
+        """
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        as_built = all(_is_plain(conv, ShortConvolution) for conv in convs) and _is_plain(self.o_norm, KimiGatedRMSNorm)
+        if layer is None or not as_built:
+            return None
+        return layer.memory_to_step()
+
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, gate: Tensor, window: Tensor, state: Tensor
+    ) -> Tensor:
+        """One token of each row: projections (B, P) and beta (B, H) -> normed and gated output (B, P)."""
+        return kda_decode(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            gate,
+            window,
+            state,
+            conv_weights=(self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight),
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            lower_bound=self.lower_bound,
+            norm_weight=self.o_norm.weight,
+            eps=self.o_norm.eps,
+        )
 
     def advance(
         self,
@@ -123,3 +159,10 @@ class KimiDeltaAttention(nn.Module):
         if layout is not None:
             o = layout.unpack(o)
         return o, window, state if keep else None
+
+
+def _is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether calling `module` does nothing but what `kind` does."""
+    return type(module) is kind and not (
+        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    )
