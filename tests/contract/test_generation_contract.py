@@ -10,11 +10,10 @@ from transformers.cache_utils import Cache
 
 from kimi_hf import KimiHfError
 
-from .tiny import HIDDEN, VOCAB
+from .tiny import COMPILED, HIDDEN, VOCAB, WITH_VISION, only
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 NEW = 6
-COMPILED = ("kimi-k3-text", "gpt2")
 
 
 def _greedy(model, ids, new=NEW, **kwargs):
@@ -233,9 +232,8 @@ def test_preparing_inputs_forwards_what_it_does_not_know(tiny):
         assert name in named, name
 
 
+@only(*WITH_VISION)
 def test_an_image_is_seen_once_and_remembered(tiny):
-    if not tiny.vision:
-        pytest.skip("text only")
     model, inputs = tiny.build(), tiny.images()
     expected = inputs["input_ids"]
     for _ in range(4):
@@ -246,9 +244,8 @@ def test_an_image_is_seen_once_and_remembered(tiny):
 
 
 @pytest.mark.slow
+@only(*COMPILED)
 def test_compiled_generation_neither_breaks_nor_recompiles(tiny):
-    if tiny.name not in COMPILED:
-        pytest.skip("compiling takes long; the models that are compiled hold every kind of layer")
     model = tiny.build(attention="sdpa")
     options = CompileConfig(fullgraph=True, dynamic=False)
     options._compile_all_devices = True

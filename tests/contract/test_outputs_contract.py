@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
-from .tiny import HIDDEN, VOCAB, clone
+from .tiny import HIDDEN, VOCAB, WITH_VISION, clone, only
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -240,9 +240,8 @@ def test_every_tensor_of_a_module_is_a_parameter_or_buffer(tiny):
             assert not isinstance(value, torch.Tensor) or id(value) in known, f"{name}.{attribute}"
 
 
+@only(*WITH_VISION)
 def test_image_features_take_the_placeholders_place(tiny):
-    if not tiny.vision:
-        pytest.skip("text only")
     model, inputs = tiny.build(), tiny.images()
     logits = model(**inputs).logits
     assert logits.shape == (*inputs["input_ids"].shape, VOCAB)

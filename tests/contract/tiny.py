@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -214,6 +215,16 @@ TINY = [
     ),
     TinyModel("ladder-mixture", ladder_mixture, "LadderForCausalLM", "LadderModel"),
 ]
+
+
+def only(*chosen: TinyModel):
+    """Marks a test that runs on some of the models: `@only(*WITH_VISION)`."""
+    return pytest.mark.parametrize("tiny", chosen, indirect=True, ids=lambda tiny: tiny.name)
+
+
+WITH_VISION = [tiny for tiny in TINY if tiny.vision]
+# Between them they hold every kind of layer.
+COMPILED = [tiny for tiny in TINY if tiny.name in ("kimi-k3-text", "gpt2")]
 
 
 def clone(value):
