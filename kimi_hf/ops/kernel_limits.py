@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WIDEST_ROW = 16384  # a row is held in registers
+WIDEST_ROW = 8192  # a row is held in registers
 MOST_SEALED_BLOCKS = 16  # one pointer each; Kimi K3 has 8
 WIDEST_HEAD = 256  # the state of a head is held in registers
 MOST_QUERIES = 16  # of latent attention; longer ones are cheaper in the direct form

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kimi_hf.ops.depth_attention.eager import depth_attention_eager, inverse_rms_eager
 from kimi_hf.ops.kernels_common import Config, choose, contiguous, launch, next_power_of_2, wide
 
 FORWARD = (Config("w16", num_warps=16, num_stages=1), Config("w8", num_warps=8, num_stages=1))
@@ -187,6 +188,8 @@ def depth_attention_triton(
     bank: Sequence[Tensor] | Tensor, inv_rms: Tensor, prefix: Tensor, weight: Tensor, *, eps: float
 ) -> Tensor:
     """See `kimi_hf.ops.depth_attention.depth_attention`."""
+    if torch.compiler.is_compiling():  # which fuses it with its neighbours
+        return depth_attention_eager(bank, inv_rms, prefix, weight, eps=eps)
     if isinstance(bank, Tensor):
         bank = bank.unbind(0)
     return _DepthAttention.apply(inv_rms, weight, eps, prefix, *bank)
@@ -194,4 +197,6 @@ def depth_attention_triton(
 
 def inverse_rms_triton(x: Tensor, eps: float) -> Tensor:
     """See `kimi_hf.ops.depth_attention.inverse_rms`."""
+    if torch.compiler.is_compiling():  # which fuses it with its neighbours
+        return inverse_rms_eager(x, eps)
     return _InverseRms.apply(x, eps)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kimi_hf.ops.gated_norm.eager import gated_norm_eager
 from kimi_hf.ops.kernels_common import (
     Config,
     activate,
@@ -120,4 +121,6 @@ class _GatedNorm(torch.autograd.Function):
 
 def gated_norm_triton(x: Tensor, weight: Tensor, gate: Tensor | None, *, eps: float, activation: str) -> Tensor:
     """See `kimi_hf.ops.gated_norm.gated_norm`."""
+    if torch.compiler.is_compiling():  # which fuses it with its neighbours
+        return gated_norm_eager(x, weight, gate, eps=eps, activation=activation)
     return _GatedNorm.apply(x, weight, gate, eps, activation)

@@ -13,18 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kimi_hf.ops import checks
 from kimi_hf.ops.kernels_common import Config, cdiv, launch, wide
-from kimi_hf.ops.mxfp4.kernels import (
-    FEW_ROWS,
-    GroupedProduct,
-    RowTiles,
-    grouped_product,
-    grouped_transposed,
-    packed_gemv,
-)
+from kimi_hf.ops.mxfp4.kernels import FEW_ROWS, grouped_product, grouped_transposed, packed_gemv, packed_product
 from kimi_hf.ops.mxfp4.packed import PackedWeight
+from kimi_hf.ops.registered import registered
 
 CONFIG = Config("d1024_w4", {"BD": 1024}, num_warps=4, num_stages=1)
 
@@ -34,11 +28,12 @@ class Pairs:
     """The (token, slot) pairs of indices [N, k], sorted by expert; pairs of no expert come last and have no tile.
 
     order [P]: the pair at a sorted row. back [P]: the sorted row of a pair, negative for pairs of no expert.
+    bound int32 [E+1]: the first sorted row of each expert.
     """
 
     order: Tensor
     back: Tensor
-    tiles: RowTiles
+    bound: Tensor
 
     @classmethod
     def of(cls, indices: Tensor, experts: int) -> Pairs:
@@ -49,7 +44,7 @@ class Pairs:
         bound = torch.searchsorted(ordered, firsts, out_int32=True)
         rows = torch.arange(flat.numel(), device=flat.device)
         back = torch.empty_like(order).scatter_(0, order, rows).masked_fill(absent, -1)
-        return cls(order, back, RowTiles.of(bound, flat.numel()))
+        return cls(order, back, bound)
 
 
 @triton.jit
@@ -90,6 +85,7 @@ def combine_grad_kernel(
 def combine(y: Tensor, weights: Tensor | None, back: Tensor, tokens: int) -> Tensor:
     """[tokens, D] from pair rows y [P, D]; weights [tokens, k] or None; back [P]."""
     D = y.shape[1]
+    weights = None if weights is None else weights.contiguous()
     out = torch.empty(tokens, D, dtype=y.dtype, device=y.device)
     launch(
         combine_kernel, (tokens * cdiv(D, CONFIG.constants["BD"]),), CONFIG, y.device,
@@ -98,42 +94,51 @@ def combine(y: Tensor, weights: Tensor | None, back: Tensor, tokens: int) -> Ten
     return out
 
 
-class _Combine(torch.autograd.Function):
-    """`combine` with gradients for y and the weights."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, weights: Tensor, back: Tensor) -> Tensor:
-        weights = weights.contiguous()
-        ctx.save_for_backward(y, weights, back)
-        return combine(y, weights, back, len(weights))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout: Tensor):
-        y, weights, back = ctx.saved_tensors
-        dy, dweights = torch.zeros_like(y), torch.empty_like(weights)
-        launch(
-            combine_grad_kernel, (back.numel(),), CONFIG, y.device,
-            y_ptr=y, weight_ptr=weights, back_ptr=back, dout_ptr=dout.contiguous(), dy_ptr=dy, dweight_ptr=dweights,
-            k=weights.shape[1], D=y.shape[1],
-        )  # fmt: skip
-        return dy, dweights, None
+def _combine_backward(y: Tensor, weights: Tensor, back: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    weights = weights.contiguous()
+    dy, dweights = torch.zeros_like(y), torch.empty_like(weights)
+    launch(
+        combine_grad_kernel, (back.numel(),), CONFIG, y.device,
+        y_ptr=y, weight_ptr=weights, back_ptr=back, dout_ptr=dout.contiguous(), dy_ptr=dy, dweight_ptr=dweights,
+        k=weights.shape[1], D=y.shape[1],
+    )  # fmt: skip
+    return dy, dweights
 
 
-class _GatheredProduct(torch.autograd.Function):
-    """Rows of tokens times their experts' matrices, gathered inside the kernel: x [N, in] -> [P, out]."""
+def _gathered_backward(g: Tensor, packed: Tensor, scale: Tensor, bound: Tensor, back: Tensor, tokens: int) -> Tensor:
+    return combine(grouped_transposed(g, packed, scale, bound), None, back, tokens)
 
-    @staticmethod
-    def forward(ctx, x: Tensor, packed: Tensor, scale: Tensor, pairs: Pairs) -> Tensor:
-        ctx.save_for_backward(packed, scale)
-        ctx.pairs, ctx.tokens = pairs, len(x)
-        return grouped_product(x, packed, scale, pairs.tiles, pairs.order, pairs.order.numel())
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g: Tensor):
-        dx = grouped_transposed(g, *ctx.saved_tensors, ctx.pairs.tiles)
-        return combine(dx, None, ctx.pairs.back, ctx.tokens), None, None, None
+def _remember_gathered(ctx, inputs, output) -> None:
+    x, packed, scale, bound, _, back = inputs
+    ctx.save_for_backward(packed, scale, bound, back)
+    ctx.tokens = x.shape[0]
+
+
+# Pair rows of y weighed and summed per token, with gradients for both.
+combined = registered(
+    "kimi_hf::combine_experts_triton",
+    schema="(Tensor y, Tensor weights, Tensor back) -> Tensor",
+    forward=lambda y, weights, back: combine(y, weights, back, len(weights)),
+    fake=lambda y, weights, back: y.new_empty(weights.shape[0], y.shape[1]),
+    backward_schema="(Tensor y, Tensor weights, Tensor back, Tensor dout) -> (Tensor, Tensor)",
+    backward=_combine_backward,
+    backward_fake=lambda y, weights, back, dout: (torch.empty_like(y), torch.empty_like(weights)),
+    remember=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    differentiate=lambda ctx, backward, dout: (*backward(*ctx.saved_tensors, dout), None),
+)
+# Rows of tokens times their experts' matrices, gathered inside the kernel: x [N, in] -> [P, out].
+gathered_product = registered(
+    "kimi_hf::gathered_product_triton",
+    schema="(Tensor x, Tensor packed, Tensor scale, Tensor bound, Tensor order, Tensor back) -> Tensor",
+    forward=lambda x, packed, scale, bound, order, back: grouped_product(x, packed, scale, bound, order),
+    fake=lambda x, packed, scale, bound, order, back: x.new_empty(order.shape[0], packed.shape[1]),
+    backward_schema="(Tensor g, Tensor packed, Tensor scale, Tensor bound, Tensor back, SymInt tokens) -> Tensor",
+    backward=_gathered_backward,
+    backward_fake=lambda g, packed, scale, bound, back, tokens: g.new_empty(tokens, 2 * packed.shape[2]),
+    remember=_remember_gathered,
+    differentiate=lambda ctx, backward, g: (backward(g, *ctx.saved_tensors, ctx.tokens), *(None,) * 5),
+)
 
 
 def grouped_experts_triton(
@@ -146,16 +151,15 @@ def grouped_experts_triton(
 ) -> Tensor:
     """See `kimi_hf.ops.grouped_experts.grouped_experts`; for `PackedWeight` stacks."""
     tokens, k = indices.shape
-    if indices.numel() == 0:
+    if tokens == 0 or k == 0:
         return torch.zeros_like(hidden)
-    if tokens <= FEW_ROWS and not (torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)):
-        flat = indices.reshape(-1).contiguous()
-        gate_up = packed_gemv(hidden, gate_up_proj.packed, gate_up_proj.scale, flat, flat.numel())
-        y = packed_gemv(act(gate_up), down_proj.packed, down_proj.scale, flat, flat.numel())
-        pair = torch.arange(flat.numel(), device=flat.device)
-        pair = pair.masked_fill((flat < 0) | (flat >= gate_up_proj.shape[0]), -1)
-        return combine(y, weights.contiguous(), pair, tokens)
+    if tokens <= FEW_ROWS and not checks.needs_gradient(hidden, weights):
+        flat = indices.reshape(-1)
+        gate_up = packed_gemv(hidden, gate_up_proj.packed, gate_up_proj.scale, flat, tokens * k)
+        y = packed_gemv(act(gate_up), down_proj.packed, down_proj.scale, flat, tokens * k)
+        pair = torch.arange(tokens * k, device=flat.device)
+        return combined(y, weights, pair.masked_fill((flat < 0) | (flat >= gate_up_proj.shape[0]), -1))
     pairs = Pairs.of(indices, gate_up_proj.shape[0])
-    gate_up = _GatheredProduct.apply(hidden, gate_up_proj.packed, gate_up_proj.scale, pairs)
-    y = GroupedProduct.apply(act(gate_up), down_proj.packed, down_proj.scale, pairs.tiles)
-    return _Combine.apply(y, weights, pairs.back)
+    gate_up = gathered_product(hidden, gate_up_proj.packed, gate_up_proj.scale, pairs.bound, pairs.order, pairs.back)
+    y = packed_product(act(gate_up), down_proj.packed, down_proj.scale, pairs.bound)
+    return combined(y, weights, pairs.back)

@@ -7,6 +7,8 @@ the shift of the q and k windows, which all cuts read, follow in a second, small
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -116,7 +118,7 @@ def _warps(elements: int) -> int:
     return max(4, elements // (32 * 32))
 
 
-def kda_decode_triton(
+def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,15 +127,13 @@ def kda_decode_triton(
     gate: Tensor,
     window: Tensor,
     state: Tensor,
-    *,
-    conv_weights: tuple[Tensor, Tensor, Tensor],
+    conv_weights: Sequence[Tensor],
     A_log: Tensor,
     dt_bias: Tensor,
     lower_bound: float | None,
     norm_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """See `kimi_hf.ops.kda_decode.kda_decode`."""
     N, H, K, V = state.shape
     W = window.shape[-1]
     BK, BV = max(16, next_power_of_2(K)), max(16, next_power_of_2(V))
@@ -156,3 +156,36 @@ def kda_decode_triton(
         config = Config("finish", {"BV": BV}, num_warps=4, num_stages=1)
         launch(kda_decode_finish_kernel, (N * H,), config, q.device, **shared, **sizes, o_ptr=o, y_ptr=y)
     return y
+
+
+_operator = torch.library.custom_op(
+    "kimi_hf::kda_decode_triton",
+    _step,
+    mutates_args=("window", "state"),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor gate, Tensor(a!) window, Tensor(b!) state, "
+    "Tensor[] conv_weights, Tensor A_log, Tensor dt_bias, float? lower_bound, Tensor norm_weight, float eps) -> Tensor",
+)
+_operator.register_fake(lambda q, k, v, g, beta, gate, *others: torch.empty_like(gate))
+
+
+def kda_decode_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    window: Tensor,
+    state: Tensor,
+    *,
+    conv_weights: tuple[Tensor, Tensor, Tensor],
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    norm_weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """See `kimi_hf.ops.kda_decode.kda_decode`."""
+    run = _operator if torch.compiler.is_compiling() else _step
+    tensors = (q, k, v, g, beta, gate, window, state, list(conv_weights), A_log, dt_bias)
+    return run(*tensors, lower_bound, norm_weight, eps)

@@ -142,15 +142,14 @@ def latent_attention_triton(
     S, R = latent.shape[1:]
     up_key, up_value = kv_b_weight[:, :n], kv_b_weight[:, n:]  # [A, n, R], [A, v, R]
     absorbed = torch.matmul(q_nope.reshape(B * T, A, n).transpose(0, 1), up_key).transpose(0, 1)  # [B T, A, R]
-    mixed = absorbed_attention(
-        absorbed.contiguous().view(B, T, A, R), q_rope, latent, k_rope, scale=scale, mask=mask, is_causal=is_causal
-    )
+    run = _operator if torch.compiler.is_compiling() else absorbed_attention
+    mixed = run(absorbed.contiguous().view(B, T, A, R), q_rope, latent, k_rope, scale, mask, is_causal)
     context = torch.matmul(mixed.view(B * T, A, R).transpose(0, 1), up_value.mT).transpose(0, 1)
     return context.reshape(B, T, A, -1), None
 
 
 def absorbed_attention(
-    q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, *, scale: float, mask: Tensor | None, is_causal: bool
+    q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scale: float, mask: Tensor | None, is_causal: bool
 ) -> Tensor:
     """sum_s P_s c_s [B, T, A, R] for absorbed queries q [B, T, A, R]; the other arguments as `latent_attention`'s."""
     B, T, A, R = q.shape
@@ -190,3 +189,12 @@ def absorbed_attention(
         BR=next_power_of_2(R),
     )  # fmt: skip
     return mixed
+
+
+_operator = torch.library.custom_op(
+    "kimi_hf::absorbed_attention_triton",
+    absorbed_attention,
+    mutates_args=(),
+    schema="(Tensor q, Tensor q_rope, Tensor latent, Tensor k_rope, float scale, Tensor? mask, bool is_causal) -> Tensor",
+)
+_operator.register_fake(lambda q, *others: torch.empty(q.shape, dtype=q.dtype, device=q.device))

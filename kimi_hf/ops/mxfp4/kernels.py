@@ -17,10 +17,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kimi_hf.ops import checks
 from kimi_hf.ops.kernels_common import (
     Config,
+    _Remembered,
     cdiv,
     choose,
     dot_dtype,
@@ -29,6 +30,7 @@ from kimi_hf.ops.kernels_common import (
     next_power_of_2,
     wide,
 )
+from kimi_hf.ops.registered import registered
 
 GEMV = (
     Config("n16w64_w4", {"BN": 16, "BW": 64}, num_warps=4, num_stages=2),
@@ -204,20 +206,12 @@ class RowTiles:
         owner = torch.searchsorted(offset, tiles, right=True, out_int32=True) - 1
         return cls(bound, offset, owner.clamp(max=experts - 1), size)
 
-    @classmethod
-    def of_one_matrix(cls, rows: int, device: torch.device) -> RowTiles:
-        size = min(MOST_ROWS, max(16, next_power_of_2(rows)))
-        bound = torch.arange(2, dtype=torch.int32, device=device) * rows
-        tiles = cdiv(rows, size)
-        offset = torch.arange(2, dtype=torch.int32, device=device) * tiles
-        return cls(bound, offset, torch.zeros(tiles, dtype=torch.int32, device=device), size)
+
+# (bound, rows) -> RowTiles; the products of one forward share them
+row_tiles = _Remembered(RowTiles.of)
 
 
-def packed_gemv(x: Tensor, packed: Tensor, scale: Tensor, expert: Tensor | None, rows: int) -> Tensor:
-    """y [rows, out] with y[p] = W[expert[p]] x[p * len(x) // rows]; rows of no matrix stay unwritten. No gradients.
-
-    x [N, in]; packed [E, out, in / 2], scale [E, out, in / 32] uint8; expert integer [rows], or None for matrix 0.
-    """
+def _gemv(x: Tensor, packed: Tensor, scale: Tensor, expert: Tensor | None, rows: int) -> Tensor:
     E, OUT, IN = packed.shape[0], packed.shape[1], 2 * packed.shape[2]
     x = x.contiguous()
     y = torch.empty(rows, OUT, dtype=x.dtype, device=x.device)
@@ -230,12 +224,31 @@ def packed_gemv(x: Tensor, packed: Tensor, scale: Tensor, expert: Tensor | None,
     return y
 
 
-def grouped_product(
-    x: Tensor, packed: Tensor, scale: Tensor, tiles: RowTiles, gather: Tensor | None = None, rows: int | None = None
-) -> Tensor:
-    """y [rows, out], y[r] = W[e of r] x[r], or x[gather[r] * len(x) // rows] with `gather` integer [rows]."""
+_gemv_operator = torch.library.custom_op(
+    "kimi_hf::packed_gemv_triton",
+    _gemv,
+    mutates_args=(),
+    schema="(Tensor x, Tensor packed, Tensor scale, Tensor? expert, SymInt rows) -> Tensor",
+)
+_gemv_operator.register_fake(lambda x, packed, scale, expert, rows: x.new_empty(rows, packed.shape[1]))
+
+
+def packed_gemv(x: Tensor, packed: Tensor, scale: Tensor, expert: Tensor | None, rows: int) -> Tensor:
+    """y [rows, out] with y[p] = W[expert[p]] x[p * len(x) // rows]; rows of no matrix stay unwritten. No gradients.
+
+    x [N, in]; packed [E, out, in / 2], scale [E, out, in / 32] uint8; expert integer [rows], or None for matrix 0.
+    """
+    return (_gemv_operator if torch.compiler.is_compiling() else _gemv)(x, packed, scale, expert, rows)
+
+
+def grouped_product(x: Tensor, packed: Tensor, scale: Tensor, bound: Tensor, gather: Tensor | None = None) -> Tensor:
+    """y [rows, out], y[r] = W[e of r] x[r], or x[gather[r] * len(x) // rows] with `gather` integer [rows].
+
+    bound int32 [E+1]: matrix e has the rows bound[e] .. bound[e+1] - 1; rows from bound[E] on stay unwritten.
+    """
     OUT, IN = packed.shape[1], 2 * packed.shape[2]
-    rows = len(x) if rows is None else rows
+    rows = len(x) if gather is None else len(gather)
+    tiles = row_tiles(bound, rows)
     y = torch.empty(rows, OUT, dtype=x.dtype, device=x.device)
     config = choose(grouped_product_kernel, GROUPED, f"{x.dtype}/{OUT}x{IN}/M{tiles.size}", x.device)
     launch(
@@ -247,9 +260,10 @@ def grouped_product(
     return y
 
 
-def grouped_transposed(g: Tensor, packed: Tensor, scale: Tensor, tiles: RowTiles) -> Tensor:
+def grouped_transposed(g: Tensor, packed: Tensor, scale: Tensor, bound: Tensor) -> Tensor:
     """x [rows, in], x[r] = W[e of r]^T g[r]."""
     OUT, IN = packed.shape[1], 2 * packed.shape[2]
+    tiles = row_tiles(bound, len(g))
     x = torch.empty(len(g), IN, dtype=g.dtype, device=g.device)
     config = choose(grouped_transposed_kernel, TRANSPOSED, f"{g.dtype}/{OUT}x{IN}/M{tiles.size}", g.device)
     launch(
@@ -261,27 +275,27 @@ def grouped_transposed(g: Tensor, packed: Tensor, scale: Tensor, tiles: RowTiles
     return x
 
 
-class GroupedProduct(torch.autograd.Function):
-    """`grouped_product` with a gradient for x; the matrices are constant."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, packed: Tensor, scale: Tensor, tiles: RowTiles) -> Tensor:
-        ctx.save_for_backward(packed, scale)
-        ctx.tiles = tiles
-        return grouped_product(x, packed, scale, tiles)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g: Tensor):
-        return grouped_transposed(g, *ctx.saved_tensors, ctx.tiles), None, None, None
+# (x [rows, in], packed, scale, bound) -> [rows, out], with a gradient for x; the matrices are constant.
+packed_product = registered(
+    "kimi_hf::packed_product_triton",
+    schema="(Tensor x, Tensor packed, Tensor scale, Tensor bound) -> Tensor",
+    forward=grouped_product,
+    fake=lambda x, packed, scale, bound: x.new_empty(x.shape[0], packed.shape[1]),
+    backward_schema="(Tensor g, Tensor packed, Tensor scale, Tensor bound) -> Tensor",
+    backward=grouped_transposed,
+    backward_fake=lambda g, packed, scale, bound: g.new_empty(g.shape[0], 2 * packed.shape[2]),
+    remember=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
+    differentiate=lambda ctx, backward, g: (backward(g, *ctx.saved_tensors), None, None, None),
+)
 
 
 def packed_matmul_triton(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """See `kimi_hf.ops.mxfp4.packed_matmul`."""
     rows = x.reshape(-1, x.shape[-1])
     packed, scale = packed[None], scale[None]
-    if len(rows) <= FEW_ROWS and not (torch.is_grad_enabled() and x.requires_grad):
-        y = packed_gemv(rows, packed, scale, None, len(rows))
+    if rows.shape[0] <= FEW_ROWS and not checks.needs_gradient(x):
+        y = packed_gemv(rows, packed, scale, None, rows.shape[0])
     else:
-        y = GroupedProduct.apply(rows, packed, scale, RowTiles.of_one_matrix(len(rows), x.device))
+        bound = torch.arange(2, dtype=torch.int32, device=x.device) * rows.shape[0]
+        y = packed_product(rows, packed, scale, bound)
     return y.view(*x.shape[:-1], packed.shape[1])

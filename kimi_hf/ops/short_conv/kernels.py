@@ -24,6 +24,7 @@ from kimi_hf.ops.kernels_common import (
     sequence_of_token,
     wide,
 )
+from kimi_hf.ops.short_conv.eager import short_conv_eager
 
 CONFIGS = (
     Config("t16c64_w4", {"BT": 16, "BC": 64}, num_warps=4, num_stages=1),
@@ -302,6 +303,15 @@ def short_conv_triton(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `kimi_hf.ops.short_conv.short_conv`."""
+    if torch.compiler.is_compiling():  # which fuses it with its neighbours
+        return short_conv_eager(
+            x,
+            weight,
+            activation=activation,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, initial_state))
     if x.shape[1] == 1 and cu_seqlens is None and not needs_grad:
         B, _, C = x.shape

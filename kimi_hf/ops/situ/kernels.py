@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kimi_hf.ops.kernels_common import Config, cdiv, choose, launch, next_power_of_2, stable_tanh
+from kimi_hf.ops.situ.eager import situ_eager, situ_glu_eager
 
 CONFIGS = (
     Config("tile2k_w4", {"TILE": 2048}, num_warps=4, num_stages=1),
@@ -141,9 +142,13 @@ class _SituGlu(torch.autograd.Function):
 
 def situ_triton(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float | None) -> Tensor:
     """See `kimi_hf.ops.situ.situ`."""
+    if torch.compiler.is_compiling():  # which fuses it with its neighbours
+        return situ_eager(gate, up, beta=beta, linear_beta=linear_beta)
     return _Situ.apply(gate, up, beta, linear_beta)
 
 
 def situ_glu_triton(gate_up: Tensor, *, beta: float, linear_beta: float | None) -> Tensor:
     """See `kimi_hf.ops.situ.situ_glu`."""
+    if torch.compiler.is_compiling():  # which fuses it with its neighbours
+        return situ_glu_eager(gate_up, beta=beta, linear_beta=linear_beta)
     return _SituGlu.apply(gate_up, beta, linear_beta)
