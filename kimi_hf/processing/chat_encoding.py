@@ -117,13 +117,15 @@ def render(
     add_generation_prompt: bool = True,
     image_prompts: Sequence[str] | None = None,
     continue_final: str | None = None,
+    placeholders_in_text: bool = True,
 ) -> Rendering:
     """`build_segments`, saying also which segments the model writes; or open at the end of the last message.
 
     `continue_final` ("content" or "reasoning_content") stops where the last message's field ends, for the model to go
-    on from there; it excludes a generation prompt.
+    on from there; it excludes a generation prompt. `placeholders_in_text=False` gives image prompts to image parts alone,
+    and leaves placeholders that a text spells as they are.
     """
-    writer = _Writer(image_prompts)
+    writer = _Writer(image_prompts, placeholders_in_text)
     if tools:
         writer.message([("role", "system"), ("type", "tool-declare")], TOOLS_TEXT.format(sorted_json(tools, "tools")))
     if thinking and thinking_effort is not None:
@@ -148,7 +150,8 @@ def render(
 class _Writer:
     """Collects segments; knows how tags, attributes and images are written."""
 
-    def __init__(self, image_prompts: Sequence[str] | None):
+    def __init__(self, image_prompts: Sequence[str] | None, placeholders_in_text: bool = True):
+        self.placeholders_in_text = placeholders_in_text
         self.segments: list[Segment] = []
         self.generated: list[bool] = []
         self.answering = False  # inside what the model writes
@@ -186,7 +189,7 @@ class _Writer:
 
     def text(self, text: str) -> None:
         """Ordinary text; where image prompts are given, placeholders in it are images."""
-        if self.image_prompts is None:
+        if self.image_prompts is None or not self.placeholders_in_text:
             return self.add(text)
         for at, run in enumerate(text.split(IMAGE_PLACEHOLDER)):
             if at:

@@ -15,6 +15,7 @@ from ..errors import ChatError
 from .chat_encoding import Rendering, Segment, render
 from .chat_errors import ChatTypeError
 from .chat_responses import ResponseParsingMixin
+from .rendered_chat import RenderedChat, mark_control_tokens, unmark
 
 # What `tokenizer.chat_template` says, so that libraries see that there is a chat format and that it marks what the
 # assistant writes; rendering it anyway is an error and not a wrong prompt. Never written to disk.
@@ -29,7 +30,7 @@ _CONTINUED = {
 
 
 class ChatTemplateMixin(ResponseParsingMixin):
-    """The chat methods of the tokenizer; what they need from it is `encode_ordinary`, `encode_special` and `pad`."""
+    """The chat methods of the tokenizer, which has `encode_ordinary`, `encode_special`, `control_pattern` and `pad`."""
 
     def apply_chat_template(
         self,
@@ -57,15 +58,17 @@ class ChatTemplateMixin(ResponseParsingMixin):
             add_generation_prompt: default True; False where `return_assistant_tokens_mask` is given, a question about
                 training.
             continue_final_message: end inside the last message's content (True) or in the named field.
-            tokenize: default False (the text, joined), True where a dict, tensors or a mask is asked for.
+            tokenize: default False (a `RenderedChat`: the text, which the tokenizer later gives the very ids that True
+                would), True where a dict, tensors or a mask is asked for.
             truncation, max_length: cut on the right to `max_length` (default: `model_max_length`).
             padding, return_tensors, tokenizer_kwargs (pad_to_multiple_of, padding_side): as in `pad`.
             return_dict: default False (the ids), True where a mask is asked for.
             return_assistant_tokens_mask: add "assistant_masks", 1 on what the model writes: from the first token after
                 the opening of its channel to `<|end_of_msg|>`.
-            sanitize_control_tokens: no choice: control tokens in messages are always ordinary text.
+            sanitize_control_tokens: control tokens in messages are ordinary text. No choice here; False turns it off for
+                Jinja templates.
             kwargs: thinking, thinking_effort ("max" unless given; None for no message), tool_choice, response_format,
-                response_schema, image_prompts (single conversations only): see `build_segments`.
+                response_schema, image_prompts (single conversations only), placeholders_in_text: see `render`.
         Raises: ChatError for conversations that cannot be rendered and options that do not go together.
         """
         if (self.chat_template if chat_template is None else chat_template) != PYTHON_TEMPLATE:
@@ -79,30 +82,74 @@ class ChatTemplateMixin(ResponseParsingMixin):
             raise ChatError("return_assistant_tokens_mask: needs tokenize and return_dict; leave them out or say True")
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message and return_assistant_tokens_mask is None
-        batched = len(conversation) > 0 and (
-            isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
-        )
-        chats = conversation if batched else [conversation]
+        chats, batched = _chats(conversation)
         options = _options(kwargs, tools, add_generation_prompt, continue_final_message)
         if batched and options.get("image_prompts") is not None:
             raise ChatError("image_prompts: found with a batch of conversations; render them one by one")
-        renderings = [render(getattr(chat, "messages", chat), **options) for chat in chats]
+        return self._deliver(
+            [render(chat, **options) for chat in chats],
+            batched=batched,
+            tokenize=tokenize,
+            padding=padding,
+            truncation=truncation,
+            max_length=max_length,
+            return_tensors=return_tensors,
+            return_dict=bool(return_dict or return_assistant_tokens_mask),
+            masks=bool(return_assistant_tokens_mask),
+            tokenizer_kwargs=tokenizer_kwargs,
+        )
+
+    def _apply_jinja(self, conversation: Sequence[Any], **options: Any) -> Any:
+        """For a template of the user's or of another chat format, with the library's defaults.
+
+        With one difference: control tokens that messages, tools and documents spell stay text, unless the caller says
+        `sanitize_control_tokens=False`.
+        """
+        defaults = dict(
+            add_generation_prompt=False, tokenize=True, return_dict=True, return_assistant_tokens_mask=False
+        )
+        defaults["sanitize_control_tokens"] = not options["return_assistant_tokens_mask"]  # the library has not both
+        options.update({key: default for key, default in defaults.items() if options[key] is None})
+        kept = options.pop("sanitize_control_tokens")
+        if options["return_assistant_tokens_mask"]:
+            options["tokenizer_kwargs"] = {"split_special_tokens": False, **(options["tokenizer_kwargs"] or {})}
+            return super().apply_chat_template(conversation, sanitize_control_tokens=kept, **options)
+        chats, batched = _chats(conversation)
+        chats, delivery = list(chats), {"masks": options.pop("return_assistant_tokens_mask"), "batched": batched}
+        for name in ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"):
+            delivery[name] = options.pop(name)
+        delivery["tokenizer_kwargs"] = options.pop("tokenizer_kwargs")
+        template = options.pop("chat_template")
+        if kept:
+            chats, options = mark_control_tokens((chats, options), self.control_pattern)
+        texts = super().apply_chat_template(chats, chat_template=template, tokenize=False, **options)
+        segments = [unmark(text) if kept else [Segment(text, True)] for text in texts]
+        return self._deliver([Rendering(its, [False] * len(its)) for its in segments], **delivery)
+
+    def _deliver(
+        self,
+        renderings: Sequence[Rendering],
+        *,
+        batched: bool,
+        tokenize: bool,
+        padding: bool | str,
+        truncation: bool | str,
+        max_length: int | None,
+        return_tensors: str | None,
+        return_dict: bool,
+        masks: bool,
+        tokenizer_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """Rendered chats in the form that was asked for."""
         if not tokenize:
-            texts = ["".join(segment.text for segment in rendering.segments) for rendering in renderings]
+            texts = [RenderedChat(rendering.segments) for rendering in renderings]
             return texts if batched else texts[0]
-        columns = self._columns(renderings, truncation, max_length, bool(return_assistant_tokens_mask))
+        columns = self._columns(renderings, truncation, max_length, masks)
         padded = self.pad(columns, padding=padding, max_length=max_length, **(tokenizer_kwargs or {}))
         if not batched and return_tensors is None:
             padded = {key: value[0] for key, value in padded.items()}
         out = BatchEncoding(dict(padded), tensor_type=return_tensors)
-        return out if return_dict or return_assistant_tokens_mask else out["input_ids"]
-
-    def _apply_jinja(self, conversation: Sequence[Any], **options: Any) -> Any:
-        """The library's way, with its defaults, for a template of the user's or of another chat format."""
-        defaults = dict(add_generation_prompt=False, tokenize=True, sanitize_control_tokens=False, return_dict=True)
-        defaults["return_assistant_tokens_mask"] = False
-        options.update({key: default for key, default in defaults.items() if options[key] is None})
-        return super().apply_chat_template(conversation, **options)
+        return out if return_dict else out["input_ids"]
 
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
         """Token ids of segments, each encoded by itself; control tokens only in the special ones."""
@@ -143,6 +190,7 @@ def _options(
         "response_format": None,
         "response_schema": None,
         "image_prompts": None,
+        "placeholders_in_text": True,
     }
     for name, value in kwargs.items():
         if name == "enable_thinking":  # what servers call it
@@ -157,6 +205,14 @@ def _options(
         field = "content" if continue_final is True else continue_final
         options["continue_final"] = _CONTINUED.get(field, field)
     return options
+
+
+def _chats(conversation: Sequence[Any]) -> tuple[list[Any], bool]:
+    """Conversations, and whether several were given; the library has an object that holds one as `messages`."""
+    batched = len(conversation) > 0 and (
+        isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
+    )
+    return [getattr(chat, "messages", chat) for chat in (conversation if batched else [conversation])], batched
 
 
 def _schema(tool: Any) -> Any:

@@ -17,9 +17,10 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import MultiModalData, ProcessorMixin
 
 from ..errors import MediaError, ShapeError
-from .chat_encoding import IMAGE_PARTS, IMAGE_PLACEHOLDER, Segment
+from .chat_encoding import IMAGE_PLACEHOLDER, Segment
 from .image_processing_kimi_k3 import KimiK3ImagesKwargs, KimiK3VisionProcessor
-from .media_loading import flatten_media, media_value
+from .media_text import check_counts, conversation_images, is_conversation, is_placeholder, text_segments
+from .rendered_chat import RenderedChat
 
 if TYPE_CHECKING:
     from .tokenization_kimi import TikTokenTokenizer
@@ -100,8 +101,9 @@ class KimiK3Processor(ProcessorMixin):
         Args:
             images: images for the placeholders of `text`, in order: flat, or one list per text. Any form that the
                 image processor takes. A conversation given here, as the release does, is taken as `messages`.
-            text: one text or several, with `<|kimi_image_placeholder|>` (or a rendered prompt with `<|media_pad|>`)
-                for each image. Names of control tokens become control tokens, unless `allow_special_tokens=False`.
+            text: one text or several, with `<|kimi_image_placeholder|>` for each image; what `apply_chat_template`
+                returned keeps its markup. Other texts have none: names of control tokens in them become control tokens
+                only with `split_special_tokens=False`, as prompts rendered elsewhere (with `<|media_pad|>`) need it.
             messages: one conversation or several. Images are parts of type "image" or "image_url" in list contents of
                 user messages. User text never becomes control tokens.
             medias: the released name of `images`.
@@ -120,7 +122,7 @@ class KimiK3Processor(ProcessorMixin):
         """
         if videos is not None or audio is not None:
             raise MediaError("the processor takes images only; give the frames of a video as images")
-        if messages is None and _is_conversation(images):
+        if messages is None and is_conversation(images):
             messages, images = images, None
         medias = images if medias is None else medias
         options = _collect(kwargs)
@@ -235,9 +237,10 @@ class KimiK3Processor(ProcessorMixin):
         template_options = {key: options.pop(key) for key in list(options) if key not in _PADDING}
         prompts, rows = iter(prepared.prompts), []
         for chat, own in zip(chats, images, strict=True):
-            # None, not [], without images: a placeholder in somebody's text is then just text.
-            template_options["image_prompts"] = [next(prompts) for _ in own] or None
-            out = self.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, **template_options)
+            given = dict(template_options)
+            if own:  # placeholders that somebody spells are not among these images
+                given.update(image_prompts=[next(prompts) for _ in own], placeholders_in_text=False)
+            out = self.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, **given)
             rows.append({key: list(out[key]) for key in ("input_ids", "assistant_masks") if key in out})
         return rows, prepared
 
@@ -246,21 +249,26 @@ class KimiK3Processor(ProcessorMixin):
     ) -> tuple[list[dict], _Prepared]:
         texts = [text] if isinstance(text, str) else list(text)
         prepared = self._prepare(medias, options)
-        special = options.pop("allow_special_tokens", None)
-        split = options.pop("split_special_tokens", None)
-        special = not split if special is None else special
-        wanted = [row.count(IMAGE_PLACEHOLDER) for row in texts]
+        asked = {key: options.pop(key) for key in _TEXT if options.get(key) is not None}
+        special = not asked.get("split_special_tokens", self.tokenizer.split_special_tokens)
+        special = asked.get("allow_special_tokens", special)
+        rows_of_segments = [text_segments(row, special) for row in texts]
+        wanted = [sum(map(is_placeholder, segments)) for segments in rows_of_segments]
         if any(wanted):
-            _check_counts(wanted, medias, len(prepared.prompts))
+            check_counts(wanted, medias, len(prepared.prompts))
         prompts, rows = iter(prepared.prompts), []
-        for row, count in zip(texts, wanted, strict=True):
-            runs = row.split(IMAGE_PLACEHOLDER) if count else [row]
-            segments = [Segment(runs[0], special)]
-            for run in runs[1:]:
-                segments += [Segment(next(prompts), True), Segment(run, special)]
+        for row, segments in zip(texts, rows_of_segments, strict=True):
+            filled = [Segment(next(prompts), True) if is_placeholder(part) else part for part in segments]
             if special:  # one text, so that very long ones are cut where the release cuts them
-                segments = [Segment("".join(segment.text for segment in segments), True)]
-            rows.append({"input_ids": self.tokenizer.encode_segments(segments)})
+                ids = self.tokenizer.encode_special("".join(part.text for part in filled))
+            elif isinstance(row, RenderedChat):
+                ids = self.tokenizer.encode_segments(filled)
+            else:
+                encoded = [
+                    self.tokenizer.encode(part.text, allow_special_tokens=part.special or None) for part in filled
+                ]
+                ids = [token for run in encoded for token in run]
+            rows.append({"input_ids": ids})
         return rows, prepared
 
     def _match(self, rows: list[dict], counts: list[int], expand: bool) -> list[int]:
@@ -325,34 +333,6 @@ class KimiK3Processor(ProcessorMixin):
                 row[key] = values[kept]
 
 
-def conversation_images(messages: Sequence[Any]) -> list[Any]:
-    """The images of one conversation in reading order: parts of list contents of user messages.
-
-    Raises:
-        MediaError: an image in a message of another role, which the release does not collect.
-    """
-    images = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), (list, tuple)):
-            continue
-        for place, part in enumerate(message["content"]):
-            if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
-                continue
-            if message.get("role") != "user":
-                raise MediaError(
-                    f"messages[{index}]['content'][{place}]: an image in a message of role {message.get('role')!r}; "
-                    "images belong into user messages"
-                )
-            images.append(media_value(part))
-    return images
-
-
-def _is_conversation(value: Any) -> bool:
-    while isinstance(value, (list, tuple)) and value:
-        value = value[0]
-    return isinstance(value, Mapping) and "role" in value
-
-
 def _collect(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Flat options; the nested groups that transformers' processors take are opened."""
     options = dict(kwargs)
@@ -367,21 +347,3 @@ def _refuse_leftovers(options: dict[str, Any]) -> None:
     unknown = [key for key, value in options.items() if key not in (*_PADDING, *_TEXT) and value not in (None, False)]
     if unknown:
         raise MediaError(f"{', '.join(sorted(unknown))}: not an option of this call; options of chats need messages")
-
-
-def _check_counts(wanted: list[int], medias: Any, found: int) -> None:
-    """Placeholders against images, per text where images come per text."""
-    if sum(wanted) != found:
-        which = (
-            f"image {sum(wanted) + 1} of {found} has no placeholder"
-            if found > sum(wanted)
-            else f"placeholder {found + 1} of {sum(wanted)} has no image"
-        )
-        raise MediaError(f"text holds {sum(wanted)} times {IMAGE_PLACEHOLDER} for {found} images: {which}")
-    if isinstance(medias, (list, tuple)) and len(medias) == len(wanted) and isinstance(medias[0], (list, tuple)):
-        for index, (count, own) in enumerate(zip(wanted, medias, strict=True)):
-            if count != len(flatten_media(own)):
-                raise MediaError(
-                    f"text {index} holds {count} times {IMAGE_PLACEHOLDER}, but comes with {len(flatten_media(own))} "
-                    "images"
-                )

@@ -18,12 +18,16 @@ from typing import Any
 
 from transformers import AddedToken, PreTrainedTokenizer
 from transformers.tokenization_utils_base import BatchEncoding, PaddingStrategy, TruncationStrategy
+from transformers.utils import logging
 
 from ..errors import CheckpointError, KimiHfError
 from .byte_pairs import BytePairEncoder, byte_characters, cut_long_runs, read_ranks, rust_tokenizer, well_formed
 from .chat_encoding import CONTROL_TOKENS
 from .chat_responses import RESPONSE_TEMPLATE
 from .chat_template import PYTHON_TEMPLATE, ChatTemplateMixin
+from .rendered_chat import RenderedChat
+
+logger = logging.get_logger(__name__)
 
 SPECIAL_SLOTS = 256
 CONFIG_FILE = "tokenizer_config.json"
@@ -40,6 +44,10 @@ _PREPARE = {  # what `prepare_for_model` takes of the arguments of a call
     "return_length",
     "verbose",
 }
+_SPELLED = (
+    "A text spells control tokens, which are encoded as ordinary text. If it is a prompt that was rendered somewhere else, "
+    "pass split_special_tokens=False; what apply_chat_template returns needs nothing."
+)
 _PADDED = {"offset_mapping": (0, 0), "assistant_masks": 0}  # what fills the columns of ours that padding lengthens
 
 
@@ -52,6 +60,8 @@ class TikTokenTokenizer(ChatTemplateMixin, PreTrainedTokenizer):
             ever added to a text.
         added_tokens_decoder: id -> AddedToken, the names of control tokens.
         bpe_backend: "tiktoken", "tokenizers" or None (tiktoken where installed); ids do not depend on it.
+        split_special_tokens: names of control tokens in a text are ordinary text. True here, unlike in the release and
+            in other tokenizers: a text may be somebody else's. False gives control tokens, for the tokenizer or a call.
     Raises: CheckpointError: the vocabulary file is damaged, or a control token is given an id of the vocabulary.
     """
 
@@ -77,6 +87,7 @@ class TikTokenTokenizer(ChatTemplateMixin, PreTrainedTokenizer):
         self._tables: tuple[list[str], dict[str, int]] | None = None
         self._pattern: tuple[int, re.Pattern] | None = None
         self._decoding_tokenizer: Any = None
+        kwargs.setdefault("split_special_tokens", True)
         super().__init__(
             bos_token=bos_token,
             eos_token=eos_token,
@@ -178,30 +189,38 @@ class TikTokenTokenizer(ChatTemplateMixin, PreTrainedTokenizer):
         """Token ids of `text` in which every name of a control token is that token. Not for text of users."""
         ids: list[int] = []
         for piece in cut_long_runs(well_formed(text)):
-            for at, run in enumerate(self._special_pattern().split(piece)):
-                if at % 2:
-                    ids.append(self._added_tokens_encoder[run])
-                elif run:
-                    ids += self._bpe.encode(run)
+            at = 0
+            for match in self.control_pattern.finditer(piece):
+                ids += self._bpe.encode(piece[at : match.start()])
+                ids.append(self._added_tokens_encoder[match.group()])
+                at = match.end()
+            ids += self._bpe.encode(piece[at:])
         return ids
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Token ids whose bytes join to exactly `data`, UTF-8 or not; nothing is a control token."""
         return self._bpe.encode_bytes(data)
 
-    def _special_pattern(self) -> re.Pattern:
+    @property
+    def control_pattern(self) -> re.Pattern:
+        """Finds the names of control tokens, the longest that fits."""
         names = self._added_tokens_encoder
         if self._pattern is None or self._pattern[0] != len(names):
             longest_first = sorted(names, key=len, reverse=True)
-            self._pattern = len(names), re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+            self._pattern = len(names), re.compile("|".join(map(re.escape, longest_first)))
         return self._pattern[1]
 
     def _ids(self, text: str, kwargs: dict[str, Any]) -> list[int]:
-        """`kwargs` may choose: allow_special_tokens, the release's name, or split_special_tokens, transformers'."""
+        """`kwargs` may ask: allow_special_tokens, the release's name, or split_special_tokens, transformers'."""
         allow = kwargs.get("allow_special_tokens")
         if allow is None:
             split = kwargs.get("split_special_tokens")
-            allow = not (self.split_special_tokens if split is None else split)
+            if not (self.split_special_tokens if split is None else split):
+                return self.encode_special(text)
+            if isinstance(text, RenderedChat):
+                return self.encode_segments(text.segments)
+            if self.control_pattern.search(text):
+                logger.warning_once(_SPELLED)
         return self.encode_special(text) if allow else self.encode_ordinary(text)
 
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
@@ -213,7 +232,7 @@ class TikTokenTokenizer(ChatTemplateMixin, PreTrainedTokenizer):
     def _encode_plus(self, text: Any, text_pair: Any = None, **kwargs: Any) -> BatchEncoding:
         """As the base class, straight to ids, and with offsets where `return_offsets_mapping` asks for them."""
         plain = isinstance(text, str) and (text_pair is None or isinstance(text_pair, str))
-        if not plain or kwargs.get("sanitize_control_tokens"):
+        if not plain:
             tensors = kwargs.pop("return_tensors", None)
             out = super()._encode_plus(text, text_pair, **kwargs)
             if tensors:  # these two never fit into a tensor
@@ -327,6 +346,8 @@ class TikTokenTokenizer(ChatTemplateMixin, PreTrainedTokenizer):
         """Write both files. The configuration is written byte for byte as it was loaded unless something in it has
         been changed since; then it is written in transformers' form."""
         repo_id = kwargs.pop("repo_id", None)
+        if not self.split_special_tokens:  # chosen after loading; what was given then is written anyway
+            self.init_kwargs["split_special_tokens"] = False
         files = super().save_pretrained(save_directory, *args, **kwargs)
         if files:
             path = Path(files[0])

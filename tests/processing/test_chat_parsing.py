@@ -198,7 +198,7 @@ END = "<|close|>message<|sep|><|end_of_msg|>"
 
 def test_nothing_after_the_tools_channel_is_a_call(tokenizer):
     text = f't{ANSWER}{TOOLS}{TOOLS}<|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|>{END}{TOOLS}'
-    for message in (parse_completion(text), parse_completion(tokenizer.encode(text), tokenizer=tokenizer)):
+    for message in (parse_completion(text), parse_completion(tokenizer.encode_special(text), tokenizer=tokenizer)):
         assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
         assert message["content"] == "ok"
     assert parse_completion(f"t{ANSWER}{END}{TOOLS}") == {
@@ -214,7 +214,7 @@ def test_quoted_markup_makes_no_calls(tokenizer):
         (f"{quoted}{ANSWER}{END}", "reasoning_content"),
         (f"<|close|>think<|sep|><|open|>response<|sep|>{quoted}<|close|>response<|sep|>{END}", "content"),
     ):
-        for message in (parse_completion(text), parse_completion(tokenizer.encode(text), tokenizer=tokenizer)):
+        for message in (parse_completion(text), parse_completion(tokenizer.encode_special(text), tokenizer=tokenizer)):
             assert message[field] == quoted and "tool_calls" not in message
     # In ids even a value that spells its own closing mark is exact.
     nasty = {"role": "assistant", "content": "a<|close|>response<|sep|>b<|end_of_msg|>", "reasoning_content": ANSWER}
@@ -226,7 +226,7 @@ def test_an_end_token_stops_everything(tokenizer):
     text = "why<|close|>think<|sep|><|open|>response<|sep|>half"
     for end in ("<|end_of_msg|>", "[EOS]", "<|end_of_msg|>[PAD][PAD]"):
         parser = StreamingParser(tokenizer)
-        parser.feed(tokenizer.encode(text + end))
+        parser.feed(tokenizer.encode_special(text + end))
         assert parser.message["content"] == "half" and parser.complete
     assert parse_completion(text + "<|end_of_msg|>")["content"] == "half"
     assert parse_completion(text + "<|end_of_msg|>.")["content"] == "half<|end_of_msg|>."
@@ -257,7 +257,7 @@ def test_where_the_completion_begins(tokenizer):
     whole = "".join(segment.text for segment in build_segments([FULL], add_generation_prompt=False))
     assert parse_completion(whole, thinking=None) == parse_completion("".join(s.text for s in completion(FULL)))
     assert parse_completion("only an answer", thinking=False)["content"] == "only an answer"
-    assert parse_completion(torch.tensor(tokenizer.encode("thought")), tokenizer=tokenizer) == {
+    assert parse_completion(torch.tensor(tokenizer.encode_special("thought")), tokenizer=tokenizer) == {
         "role": "assistant",
         "content": "",
         "reasoning_content": "thought",

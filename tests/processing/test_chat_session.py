@@ -90,7 +90,7 @@ def user(text):
 
 def test_turns_continue_the_ids_the_model_wrote(tokenizer):
     # The answer is cut into single bytes, as no encoder would cut it: rendered anew it would be other tokens.
-    bytewise = list(b"The fox") + tokenizer.encode(
+    bytewise = list(b"The fox") + tokenizer.encode_special(
         "<|close|>think<|sep|><|open|>response<|sep|>ok<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
     )
     model = ScriptedModel(tokenizer, [bytewise, {"content": "two"}])
@@ -109,7 +109,7 @@ def test_turns_continue_the_ids_the_model_wrote(tokenizer):
 
 
 def test_what_cannot_be_continued_is_read_anew(tokenizer):
-    cut = tokenizer.encode("half a thou")
+    cut = tokenizer.encode_special("half a thou")
     script = [cut, {"content": "a"}, {"content": "b"}, KeyboardInterrupt, {"content": "c"}]
     model = ScriptedModel(tokenizer, script)
     session = ChatSession(model, tokenizer)
@@ -167,7 +167,11 @@ def test_other_chat_formats_go_through_their_template(tmp_path, monkeypatch):
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer = TikTokenTokenizer.from_pretrained(folder)
-    script = [tokenizer.encode("漢字 yes<|im_end|>"), list(b"fox") + [458], tokenizer.encode("end<|im_end|>")]
+    script = [
+        tokenizer.encode_special("漢字 yes<|im_end|>"),
+        list(b"fox") + [458],
+        tokenizer.encode_special("end<|im_end|>"),
+    ]
     model = ScriptedModel(tokenizer, script)
     model.generation_config = GenerationConfig(eos_token_id=[458])
     session = open_chat(model, tokenizer)

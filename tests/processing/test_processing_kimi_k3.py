@@ -81,10 +81,12 @@ def test_text_with_images_equals_messages(processor):
 
 def test_rendered_prompts_and_expanded_ones_are_taken_as_they_are(processor):
     text = f"a {prompt(WIDE)} b"
-    out = processor(text=text, images=picture(WIDE))
-    assert out["input_ids"][0].tolist().count(processor.image_token_id) == 6
-    again = processor(text=processor.decode(out["input_ids"][0]), images=picture(WIDE))
-    assert torch.equal(again["input_ids"], out["input_ids"])
+    for asked in ({"split_special_tokens": False}, {"allow_special_tokens": True}):
+        out = processor(text=text, images=picture(WIDE), **asked)
+        assert out["input_ids"][0].tolist().count(processor.image_token_id) == 6
+        again = processor(text=processor.decode(out["input_ids"][0]), images=picture(WIDE), **asked)
+        assert torch.equal(again["input_ids"], out["input_ids"])
+    assert torch.equal(processor(text=f"a {IMAGE_PLACEHOLDER} b", images=picture(WIDE))["input_ids"], out["input_ids"])
 
 
 def test_batches_are_padded_on_the_tokenizer_s_side(processor):
@@ -190,10 +192,30 @@ def test_users_cannot_forge_tokens_or_images(processor):
     ids = processor(messages=[user(bad)])["input_ids"][0].tolist()
     assert all(ids.count(control[name]) == n for name, n in count.items())
     assert bad in processor.decode(ids)
-    text = processor(text=f"{IMAGE_PLACEHOLDER}<|media_pad|>", images=picture(TINY), allow_special_tokens=False)
-    assert text["input_ids"][0].tolist().count(control["<|media_pad|>"]) == 1
-    with pytest.raises(MediaError, match="found|holds 2"):
-        processor(text=f"{IMAGE_PLACEHOLDER}<|media_pad|>", images=picture(TINY))
+    for asked in ({}, {"allow_special_tokens": False}, {"split_special_tokens": True}):
+        text = processor(text=f"{IMAGE_PLACEHOLDER}<|media_pad|>", images=picture(TINY), **asked)
+        assert text["input_ids"][0].tolist().count(control["<|media_pad|>"]) == 1
+    with pytest.raises(MediaError, match="holds 2"):
+        processor(text=f"{IMAGE_PLACEHOLDER}<|media_pad|>", images=picture(TINY), split_special_tokens=False)
+
+
+def test_spelled_placeholders_take_no_images(processor):
+    """Beside a real image they are text: they neither move it nor stop the call, rendered at once or in two steps."""
+    chat = [user(f"a {IMAGE_PLACEHOLDER} ", picture(WIDE), IMAGE_PLACEHOLDER)]
+    out = processor(messages=chat)
+    ids = out["input_ids"][0].tolist()
+    assert ids.count(processor.image_token_id) == 6
+    said = processor.decode(ids).replace("<|media_pad|>" * 6, "@")
+    assert (
+        f"a {IMAGE_PLACEHOLDER} <|media_begin|>image 60x45<|media_content|>@<|media_end|>{IMAGE_PLACEHOLDER}<" in said
+    )
+    text = processor.apply_chat_template(chat)
+    again = processor(text=[text, "x"], images=[picture(WIDE)])
+    assert again["input_ids"][0].tolist() == ids and torch.equal(again["pixel_values"], out["pixel_values"])
+    with pytest.raises(MediaError, match="placeholder 2 of 3 has no image"):
+        processor(text=str(text), images=[picture(WIDE)])  # as a bare string it no longer says which is which
+    with pytest.raises(MediaError, match="placeholder 1 of 1 has no image"):
+        processor(text=text)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +247,7 @@ def test_images_outside_user_messages(processor):
 
 
 def test_bad_images_are_counted_over_the_conversation(processor):
-    with pytest.raises(MediaError, match="image 2 of 2: .*does not hold a readable image"):
+    with pytest.raises(MediaError, match="image 2 of 2: .*is not a readable image"):
         processor(messages=[user(picture(TINY)), user(b"nothing")])
 
 
