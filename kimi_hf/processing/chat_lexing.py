@@ -38,9 +38,10 @@ class TextLexer:
             yield TEXT, text[at:keep]
 
     def finish(self) -> Iterator[Mark]:
-        # What is held is the beginning of a mark: a text that stops inside a mark says nothing more.
-        self._held = ""
-        return iter(())
+        # A mark is one token, so a completion cannot stop inside of one: what might have become a mark was text.
+        held, self._held = self._held, ""
+        if held:
+            yield TEXT, held
 
 
 class IdLexer:

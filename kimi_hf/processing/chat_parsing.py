@@ -105,8 +105,8 @@ class StreamingParser:
         return self._flush()
 
     def finish(self) -> list[dict[str, Any]]:
-        """No more will come: what was held back as the beginning of a mark is dropped."""
-        if self._lexer is not None:
+        """No more will come: an opening or closing that was not finished is dropped, and with it what it held."""
+        if self._lexer is not None and self._header is None:
             self._take(self._lexer.finish())
         self._header, self._end_held = None, False
         return self._flush()
