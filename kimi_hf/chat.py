@@ -8,12 +8,16 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from .errors import ChatError, KimiHfError
+from .errors import ChatError, MediaError
 from .processing.chat_encoding import THINKING_EFFORTS
 
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tiktoken.model")
 HELP = """\
 /image PATH      show an image with the next message
 /system TEXT     set the system message (empty: none)
@@ -28,25 +32,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kimi-hf chat`."""
     parser.add_argument("path", help="folder or hub name of a checkpoint with a chat format")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--tools", type=Path, help="JSON file with a list of tools the model may call")
+    parser.add_argument("--tools", type=tools_file, help="JSON file with a list of tools the model may call")
     parser.add_argument("--no-thinking", action="store_true", help="answer without a thinking channel")
     parser.add_argument("--effort", choices=[*THINKING_EFFORTS, "none"], default="max", help="thinking effort")
-    parser.add_argument("--max-new-tokens", type=int, default=4096, help="longest answer, thinking included")
-    parser.add_argument("--temperature", type=float, help="0 is greedy; default: the checkpoint's generation config")
-    parser.add_argument("--top-p", type=float, help="nucleus sampling")
-    parser.add_argument("--seed", type=int, help="seed of sampling")
-    parser.add_argument("--device", default="auto", help="device map or device (auto, cpu, cuda:0)")
-    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+    parser.add_argument(
+        "--max-new-tokens", type=number(int, 1, 2**31), default=4096, help="longest answer, thinking included"
+    )
+    parser.add_argument(
+        "--temperature", type=number(float, 0, 100), help="0 is greedy; default: the checkpoint's generation config"
+    )
+    parser.add_argument("--top-p", type=number(float, 1e-6, 1), help="nucleus sampling, above 0 and up to 1")
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), help="seed of sampling")
+    parser.add_argument("--device", type=device, default="auto", help="device map or device (auto, cpu, cuda:0)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto is the checkpoint's")
     parser.add_argument("--no-color", action="store_true", help="no escape codes; so too without a terminal")
 
 
+def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
+    """A type of options for argparse: an int or float from `least` to `most`."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:  # false for NaN as well
+            article = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected {article} from {least} to {most}")
+        return value
+
+    return read
+
+
+def tools_file(path: str) -> list[Any]:
+    """A type of options for argparse: the list of tools in a JSON file."""
+    try:
+        tools = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: not JSON: {error}") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise argparse.ArgumentTypeError(
+            f"{path}: found {type(tools).__name__}, expected a list of tools (JSON objects)"
+        )
+    return tools
+
+
+def device(name: str) -> str:
+    """A type of options for argparse: a device map's name, or a device that this machine has."""
+    if name in DEVICE_MAPS:
+        return name
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+        usable = torch.device(name).type != "meta"
+    except (RuntimeError, AssertionError, ValueError):
+        usable = False
+    if not usable:
+        raise argparse.ArgumentTypeError(
+            f"found {name!r}, expected one of {', '.join(DEVICE_MAPS)}, or a device that torch finds on this machine"
+        )
+    return name
+
+
 def run(args: argparse.Namespace) -> int:
-    """Load the checkpoint and talk until the input ends. Returns the exit status."""
+    """Load the checkpoint and talk until the input ends. Returns the exit status: 2 for options, 1 for the checkpoint."""
+    if args.temperature == 0 and args.top_p is not None:
+        print(
+            "kimi-hf chat: --top-p has no meaning with --temperature 0, which is greedy; leave one out", file=sys.stderr
+        )
+        return 2
     try:
         session = open_session(args)
-    except (KimiHfError, OSError) as error:
-        print(f"kimi-hf chat: {error}", file=sys.stderr)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        print(f"kimi-hf chat: {lines[0] if lines else type(error).__name__}", file=sys.stderr)
         return 1
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal cannot show
     color = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ
     Terminal(session, sys.stdout, color).loop()
     return 0
@@ -55,17 +120,12 @@ def run(args: argparse.Namespace) -> int:
 def open_session(args: argparse.Namespace) -> Any:
     """A `Session` for the parsed options."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoProcessor
     from transformers.utils import cached_file
 
     from .processing.chat_session import ChatSettings, open_chat
 
-    tools = None
-    if args.tools is not None:
-        tools = json.loads(args.tools.read_text(encoding="utf-8"))
-        if not isinstance(tools, list):
-            raise ChatError(f"{args.tools}: found {type(tools).__name__}, expected a list of tools")
-    tokenizer = AutoTokenizer.from_pretrained(args.path)
+    tokenizer = load_tokenizer(args.path)
     processor = None
     if cached_file(args.path, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False):
         processor = AutoProcessor.from_pretrained(args.path)
@@ -74,11 +134,29 @@ def open_session(args: argparse.Namespace) -> Any:
         torch.manual_seed(args.seed)
     settings = ChatSettings(
         system=args.system,
-        tools=tools,
+        tools=args.tools,
         thinking=not args.no_thinking,
         thinking_effort=None if args.effort == "none" else args.effort,
     )
     return open_chat(model, tokenizer, processor, settings=settings, generation=generation_options(args))
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a checkpoint.
+
+    Raises: ChatError: there is no such folder, or no tokenizer in it.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or folder.exists()):
+        raise ChatError(f"{path}: no such folder; give the folder or the hub name of a checkpoint")
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ChatError(
+            f"{path}: no tokenizer in this folder, so there is nothing to talk with; copy tiktoken.model and "
+            "tokenizer_config.json of the checkpoint's model into it"
+        )
+    return AutoTokenizer.from_pretrained(path)
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -116,6 +194,9 @@ class Terminal:
             except (EOFError, KeyboardInterrupt):
                 self._say("\n")
                 return
+            except UnicodeDecodeError as error:
+                self._say(f"error: that line is not text in this terminal's encoding ({error})\n")
+                continue
             if line.startswith("/"):
                 if line.strip() == "/quit":
                     return
@@ -133,7 +214,8 @@ class Terminal:
         while messages:
             try:
                 answer = self.session.turn(messages, self._show)
-            except (KimiHfError, OSError) as error:
+            except (OSError, ValueError, RuntimeError) as error:  # the talk goes on as if nothing had been said
+                self._leave_channel()
                 self._say(f"error: {error}\n")
                 return
             self._leave_channel()
@@ -146,9 +228,7 @@ class Terminal:
         value = value.strip()
         settings = self.session.settings
         if name == "image" and value:
-            if not Path(value).expanduser().is_file():
-                return self._say(f"no such file: {value}\n")
-            self.images.append(str(Path(value).expanduser()))
+            self._add_image(value)
         elif name == "system":
             settings.system = value or None
         elif name == "think" and value in ("on", "off"):
@@ -160,6 +240,23 @@ class Terminal:
             self.images = []
         else:
             self._say(HELP + "\n")
+
+    def _add_image(self, path: str) -> None:
+        """Keep an image for the next message, if there is one and the model can be shown it."""
+        from .processing.media_loading import load_image
+
+        if self.session.processor is None:
+            return self._say("error: the checkpoint has no preprocessor_config.json, so no image can be shown to it\n")
+        if path[0] == path[-1] and path[0] in "'\"":  # as terminals paste names of files
+            path = path[1:-1]
+        path = os.path.expanduser(path)
+        if not os.path.isfile(path):
+            return self._say(f"error: no such file: {path}\n")
+        try:
+            load_image(path)
+        except MediaError as error:
+            return self._say(f"error: {error}\n")
+        self.images.append(path)
 
     def _results(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
         results = []

@@ -1,91 +1,16 @@
-"""`kimi-hf chat`: turns, the cache between them, and the terminal, with scripted models and a small real one."""
-
-import argparse
-import io
-import json
+"""Turns of a chat and the cache between them, with scripted models and a small real one."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.modeling_outputs import ModelOutput
 
-from kimi_hf import KimiK3Config, KimiK3VisionConfig, KimiLinearConfig, chat
+from kimi_hf import KimiK3Config, KimiK3VisionConfig
 from kimi_hf.errors import ChatError
-from kimi_hf.processing import TikTokenTokenizer, build_segments
-from kimi_hf.processing.chat_encoding import render
+from kimi_hf.processing import KimiK3Processor, KimiK3VisionProcessor, TikTokenTokenizer, build_segments
 from kimi_hf.processing.chat_session import ChatSession, ChatSettings, TemplateSession, open_chat
 
+from .scripted import TEXT, ScriptedModel, scripted_terminal, user
 from .vocabulary import write_folder
-
-TEXT = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=2,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    mla_use_nope=True,
-    mla_use_output_gate=True,
-    hidden_act="situ",
-    activation_situ_beta=4.0,
-    activation_situ_linear_beta=25.0,
-    num_experts=4,
-    num_experts_per_token=2,
-    moe_intermediate_size=16,
-    routed_expert_hidden_size=16,
-    latent_moe_use_norm=True,
-    first_k_dense_replace=1,
-    attn_res_block_size=3,
-    linear_attn_config={
-        "kda_layers": [1, 2, 3],
-        "full_attn_layers": [4],
-        "num_heads": 2,
-        "head_dim": 16,
-        "short_conv_kernel_size": 4,
-        "gate_lower_bound": -5.0,
-        "use_full_rank_gate": True,
-    },
-)
-
-
-@pytest.fixture(scope="module")
-def text_model(tokenizer):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(KimiLinearConfig(vocab_size=len(tokenizer), **TEXT)).eval()
-
-
-class ScriptedModel:
-    """Writes given messages, one per call of `generate`, and records what it was given."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, tokenizer, script):
-        self.tokenizer, self.script, self.calls = tokenizer, list(script), []
-
-    def get_input_embeddings(self):
-        return torch.nn.Embedding(len(self.tokenizer), 1)
-
-    def generate(self, input_ids, past_key_values=None, streamer=None, **kwargs):
-        self.calls.append({"ids": input_ids[0].tolist(), "cache": past_key_values, **kwargs})
-        written = self.script.pop(0)
-        if written is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        if isinstance(written, dict):
-            segments, mine = render([{"role": "assistant", **written}], add_generation_prompt=False)
-            written = self.tokenizer.encode_segments([s for s, m in zip(segments, mine, strict=True) if m])
-        streamer.put(input_ids)
-        for token in written:
-            streamer.put(torch.tensor([token]))
-        streamer.end()
-        sequences = torch.cat([input_ids, torch.tensor([written])], dim=1)
-        return ModelOutput(sequences=sequences, past_key_values=f"cache of call {len(self.calls)}")
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def test_turns_continue_the_ids_the_model_wrote(tokenizer):
@@ -185,121 +110,8 @@ def test_other_chat_formats_go_through_their_template(tmp_path, monkeypatch):
         session.turn([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], lambda deltas: None)
 
 
-def parse(*arguments):
-    parser = argparse.ArgumentParser()
-    chat.add_arguments(parser)
-    return parser.parse_args([str(argument) for argument in arguments])
-
-
-def scripted_terminal(session, lines, monkeypatch, color=False):
-    remaining = iter(lines)
-
-    def read(prompt=""):
-        try:
-            return next(remaining)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", read)
-    out = io.StringIO()
-    chat.Terminal(session, out, color).loop()
-    return out.getvalue()
-
-
-def test_terminal_shows_thinking_calls_and_answers(tokenizer, monkeypatch):
-    call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
-    script = [
-        {"content": "", "reasoning_content": "need it", "tool_calls": [call]},
-        {"content": "12 degrees", "reasoning_content": "good"},
-        {"content": "bye"},
-    ]
-    model = ScriptedModel(tokenizer, script)
-    session = ChatSession(model, tokenizer)
-    lines = [
-        "",
-        "/help",
-        "/effort low",
-        "weather?\\",
-        "in Z",
-        "12C",
-        "/reset",
-        "/system S",
-        "/think on",
-        "bye",
-        "/quit",
-        "no",
-    ]
-    text = scripted_terminal(session, lines, monkeypatch)
-    assert '[thinking] need it [/thinking]\n-> weather({"city": "Zürich"})' in text
-    assert "[thinking] good [/thinking]\n12 degrees\n" in text and "/image PATH" in text
-    second = tokenizer.decode(model.calls[1]["ids"])
-    assert "weather?\nin Z" in second and 'role="tool" tool="weather" index="1"<|sep|>12C<' in second
-    assert "thinking_effort=low" in second and model.calls[1]["cache"] == "cache of call 1"
-    third = tokenizer.decode(model.calls[2]["ids"])
-    assert 'role="system"<|sep|>S<' in third and "weather" not in third
-    model.script = [{"content": "x", "reasoning_content": "y"}]
-    session.reset()
-    assert "\033[2my\033[0m\nx\n" in scripted_terminal(session, ["hi", "/nonsense"], monkeypatch, color=True)
-
-
-def test_terminal_survives_errors(tokenizer, monkeypatch, tmp_path):
-    session = ChatSession(ScriptedModel(tokenizer, [{"content": "fine"}]), tokenizer)
-    (tmp_path / "x.png").write_bytes(b"")
-    lines = [f"/image {tmp_path / 'none.png'}", f"/image {tmp_path / 'x.png'}", "look", "without"]
-    text = scripted_terminal(session, lines, monkeypatch)
-    assert "no such file" in text and "error: images: the checkpoint has no preprocessor_config.json" in text
-    assert "fine" in text
-
-
-@pytest.fixture
-def checkpoint(tokenizer_folder, text_model, tmp_path):
-    for path in tokenizer_folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    text_model.save_pretrained(tmp_path)
-    return tmp_path
-
-
-def test_command_talks_with_a_checkpoint(checkpoint, monkeypatch, capsys):
-    lines = iter(["hello", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
-    tools = checkpoint / "tools.json"
-    tools.write_text(json.dumps([{"type": "function", "function": {"name": "f"}}]))
-    options = (
-        "--max-new-tokens",
-        4,
-        "--temperature",
-        0.7,
-        "--top-p",
-        0.9,
-        "--seed",
-        1,
-        "--tools",
-        tools,
-        "--device",
-        "cpu",
-    )
-    assert chat.run(parse(checkpoint, *options)) == 0
-    assert "[thinking]" in capsys.readouterr().out
-    tools.write_text("{}")
-    assert chat.run(parse(checkpoint, "--tools", tools)) == 1
-    assert "expected a list of tools" in capsys.readouterr().err
-    assert chat.run(parse(checkpoint / "nowhere")) == 1
-
-
-def test_generation_options():
-    assert chat.generation_options(parse("x")) == {"max_new_tokens": 4096}
-    assert chat.generation_options(parse("x", "--temperature", 0)) == {"max_new_tokens": 4096, "do_sample": False}
-    assert chat.generation_options(parse("x", "--top-p", 0.5, "--max-new-tokens", 3)) == {
-        "max_new_tokens": 3,
-        "do_sample": True,
-        "top_p": 0.5,
-    }
-
-
 def test_images_are_shown_and_the_conversation_goes_on_in_text(tokenizer, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    from kimi_hf.processing import KimiK3Processor, KimiK3VisionProcessor
-
     vision = KimiK3VisionConfig(
         vt_hidden_size=32, vt_num_hidden_layers=1, vt_num_attention_heads=2, qkv_hidden_size=32, vt_intermediate_size=32,
         mm_hidden_size=32, text_hidden_size=32, init_pos_emb_height=8, init_pos_emb_width=8,
