@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from kimi_hf.errors import BackendError
@@ -66,7 +67,8 @@ class Operation:
         self.name = name
         self.backends = {backend.name: backend for backend in backends}
         # Plain PyTorch is imported at once: a compiler that traces the first call could not follow an import.
-        self._loaded = {name: backend.load() for name, backend in self.backends.items() if name in PLAIN}
+        self._plain = {name: backend.load() for name, backend in self.backends.items() if name in PLAIN}
+        self._loaded: dict[str, Callable] = {}
 
     def pick(self, tensor: Tensor, backend: str | None = None, **facts: object) -> Callable:
         """The implementation for a call whose first input is `tensor`.
@@ -94,9 +96,17 @@ class Operation:
         return _machine_lacks(name, tensor.device.type) or self.backends[name].why_not(tensor=tensor, **facts)
 
     def _load(self, name: str) -> Callable:
-        if name not in self._loaded:
-            self._loaded[name] = self.backends[name].load()
+        if name in PLAIN:
+            return self._plain[name]
+        _ensure_loaded(self, name)
         return self._loaded[name]
+
+
+@torch.compiler.assume_constant_result
+def _ensure_loaded(operation: Operation, name: str) -> None:
+    """Import a backend on its first use; a compiler that traces that use runs this instead of following the import."""
+    if name not in operation._loaded:
+        operation._loaded[name] = operation.backends[name].load()
 
 
 def requested(operation: str) -> str | None:

@@ -217,14 +217,15 @@ def activate_slope(x, ACTIVATION: tl.constexpr):
 class _Remembered:
     """The last result for a cu_seqlens tensor: every layer of a forward asks for the same tables.
 
-    Remembered by identity and version; never during CUDA graph capture, where the tables must be part of the graph.
+    Remembered by identity and version; never during CUDA graph capture, where the tables must be part of the graph,
+    nor of tensors made in inference mode, which have no version.
     """
 
     def __init__(self, build):
         self.build, self.owner, self.key, self.value = build, None, None, None
 
     def __call__(self, cu_seqlens: Tensor, *sizes: int):
-        if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        if cu_seqlens.is_inference() or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self.build(cu_seqlens, *sizes)
         key = (cu_seqlens._version, *sizes)
         if self.owner is None or self.owner() is not cu_seqlens or self.key != key:

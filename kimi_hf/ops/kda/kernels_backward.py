@@ -356,7 +356,7 @@ def chunk_score_grad_kernel(
             if LOWEST > 0:
                 x = segment_exponent(b, b_ptr, n, col, inside, H, K)
                 left, right = tl.exp2(x), tl.exp2(-x)
-                pairs = i >> LOWEST == j >> LOWEST
+                pairs = (i >> LOWEST == j >> LOWEST) & (i > j)
                 shares = tl.zeros([C, BK], tl.float32)
                 for part in tl.static_range(2 if DELTA else 1):
                     dX = tl.load(dscores_ptr + square if part == 0 else dA_ptr + square, mask=live[:, None], other=0.0)
@@ -374,11 +374,12 @@ def chunk_score_grad_kernel(
                         shares += k * row_part
                     dk += col_part
                     shares -= k * col_part
-                # the decay of a step is bounded here, so the difference loses nothing
-                dg += tl.dot(tl.where(pairs & (j >= i), 1.0, 0.0), shares, input_precision=SHARES)
-            else:  # the diagonal of P, without a decay
-                dq += diagonal[:, None] * k
-                dk += diagonal[:, None] * q
+                # The difference of rows and columns: a step's own term is at least e^-5 of those that cancel.
+                within = (i >> LOWEST == j >> LOWEST) & (j >= i)
+                dg += tl.dot(tl.where(within, 1.0, 0.0), shares, input_precision=SHARES)
+            # The diagonal of P carries no decay: as a share it would cancel only up to rounding.
+            dq += diagonal[:, None] * k
+            dk += diagonal[:, None] * q
             tl.store(dg_ptr + base * K + at, dg, mask=inside)
         else:
             dX = tl.load(dscores_ptr + square, mask=live[:, None], other=0.0).to(tl.float32)
@@ -487,8 +488,8 @@ def chunk_input_grad_kernel(
                 dy = -A * tl.sigmoid(y) * dg
                 dlog = -A * softplus(y) * dg
             else:
-                opening = tl.sigmoid(A * y)
-                dy = lower_bound * opening * (1.0 - opening) * A * dg
+                # sigmoid(-z), not 1 - sigmoid(z), which has no digits left where the gate is wide open
+                dy = lower_bound * tl.sigmoid(A * y) * tl.sigmoid(-A * y) * A * dg
                 dlog = tl.where(dy == 0.0, 0.0, y * dy)  # a gate shut by -inf
             tl.store(dg_ptr + at, dy.to(dg_ptr.dtype.element_ty), mask=inside)
             dbias = tl.sum(tl.where(inside, dy, 0.0), 0)
