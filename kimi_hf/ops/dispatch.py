@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from kimi_hf.errors import BackendError
@@ -102,11 +101,13 @@ class Operation:
         return self._loaded[name]
 
 
-@torch.compiler.assume_constant_result
 def _ensure_loaded(operation: Operation, name: str) -> None:
     """Import a backend on its first use; a compiler that traces that use runs this instead of following the import."""
     if name not in operation._loaded:
         operation._loaded[name] = operation.backends[name].load()
+
+
+_ensure_loaded._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, importing the compiler
 
 
 def requested(operation: str) -> str | None:
