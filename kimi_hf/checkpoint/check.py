@@ -20,6 +20,7 @@ from kimi_hf.checkpoint.shards import Checkpoint, TensorEntry, open_checkpoint
 from kimi_hf.errors import CheckpointError
 
 SHOWN = 8
+_KINDS = ("missing", "extra_experts", "unexpected", "shapes", "dtypes")
 COLLECTED = 500_000  # missing tensors listed before giving up on a config that asks for far too many
 _EXPERT_KINDS = {
     "weight_packed": "packed",
@@ -53,17 +54,18 @@ class Problems:
     """What differs between a checkpoint and its configuration, one printable line each."""
 
     missing: list[str] = field(default_factory=list)
+    extra_experts: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.shapes or self.dtypes)
+        return any(getattr(self, kind) for kind in _KINDS)
 
     def lines(self, shown: int = SHOWN) -> list[str]:
         """At most `shown` lines a kind, then how many more there are."""
         result = []
-        for kind in ("missing", "unexpected", "shapes", "dtypes"):
+        for kind in _KINDS:
             found = getattr(self, kind)
             result += found[:shown]
             if len(found) > shown:
@@ -90,7 +92,8 @@ def check_checkpoint(
         config: the configuration (dict or object) of the model that will be built.
         vision: require tower and projector; None: if the config has a vision_config. With False, or when the config
             has no vision part, vision tensors in the files are ignored.
-        head: require `lm_head.weight` (never required for tied embeddings or a base model's names).
+        head: require `lm_head.weight` (never required for tied embeddings or a base model's names); where it is
+            there, it must fit in any case.
         strict_dtypes: require the released dtype of every tensor; otherwise any float dtype stands for another.
     Returns: the opened `Checkpoint`.
     Raises: CheckpointError with the first few missing, unexpected, mis-shaped and wrongly typed tensors and the file
@@ -122,13 +125,14 @@ def find_problems(
     prefix, inner = text_prefix(checkpoint.entries)
     text = TextGeometry.from_config(config)
     problems, seen = Problems(), set()
-    head = head and bool(inner)
-    for spec in released_layout(config, experts=experts, prefix=prefix, vision=vision, head=head):
+    for spec in released_layout(config, experts=experts, prefix=prefix, vision=vision):
         name = spec.name
         if not inner and not is_vision(name):
             name = prefix + name.removeprefix(prefix + "model.")
         entry = checkpoint.entries.get(name)
         if entry is None:
+            if name.endswith("lm_head.weight") and not (head and inner):
+                continue
             if len(problems.missing) == COLLECTED:
                 break
             problems.missing.append(f"missing: {name} {spec.dtype} {list(spec.shape)} stands in no shard")
@@ -138,7 +142,7 @@ def find_problems(
             _compare(problems, spec, entry, text, strict_dtypes)
     if len(seen) != len(checkpoint.entries):
         allowed_vision = vision is False or not isinstance(config.get("vision_config"), Mapping)
-        _collect_unexpected(problems, checkpoint, seen, allowed_vision)
+        _collect_unexpected(problems, checkpoint, seen, text, allowed_vision)
     return problems
 
 
@@ -152,13 +156,21 @@ def _compare(problems: Problems, spec: TensorSpec, entry: TensorEntry, text: Tex
         problems.dtypes.append(f"dtype: {where} is {entry.dtype}, expected {spec.dtype}")
 
 
-def _collect_unexpected(problems: Problems, checkpoint: Checkpoint, seen: set[str], allowed_vision: bool) -> None:
+def _collect_unexpected(
+    problems: Problems, checkpoint: Checkpoint, seen: set[str], text: TextGeometry, allowed_vision: bool
+) -> None:
     for name, entry in checkpoint.entries.items():
         if name in seen or name.endswith("lm_head.weight") or (allowed_vision and is_vision(name)):
             continue
-        problems.unexpected.append(
-            f"unexpected: {name} {entry.dtype} {list(entry.shape)} in {entry.path.name} has no place in this model"
-        )
+        what = f"{entry.name} {entry.dtype} {list(entry.shape)} in {entry.path.name}"
+        at = parse_layer(name)
+        expert = parse_expert(at.rest) if at is not None else None
+        if expert is not None and at.layer < text.num_layers and text.is_moe(at.layer):
+            problems.extra_experts.append(
+                f"unexpected: {what} is an expert too many, num_experts is {text.num_experts}"
+            )
+        else:
+            problems.unexpected.append(f"unexpected: {what} has no place in this model")
 
 
 def text_prefix(names: Iterable[str]) -> tuple[str, str]:
@@ -245,11 +257,15 @@ def check_scales(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> 
         buffer = checkpoint.read_range(entry)
         at = buffer.find(b"\xff")
         if at >= 0:
-            columns = entry.shape[-1]
-            raise CheckpointError(
-                f"{name} in {entry.path.name}: the scale in row {at // columns}, group {at % columns} is 255, which "
-                f"is NaN in E8M0; fetch the shard again"
-            )
+            raise nan_scale(name, entry.path, at, entry.shape[-1])
+
+
+def nan_scale(name: str, path: Path, at: int, groups: int) -> CheckpointError:
+    """The error for scale byte number `at` of a tensor with `groups` scales a row being 255."""
+    return CheckpointError(
+        f"{name} in {path.name}: the scale in row {at // groups}, group {at % groups} is 255, which is NaN in E8M0; "
+        "fetch the shard again"
+    )
 
 
 def expert_numbers(checkpoint: Checkpoint) -> dict[int, set[int]]:

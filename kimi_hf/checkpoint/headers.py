@@ -1,63 +1,42 @@
 """Comparing a checkpoint's headers with the names and shapes of an empty model, before a weight is loaded."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
-from ..errors import CheckpointError
-from .loading import SHOWN, WEIGHT_FILES
-from .shards import open_checkpoint
+from .loading import does_not_fit
+from .shards import Checkpoint
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_headers(
-    folder: Path,
-    config,
-    expected: Callable[[object], Shapes],
-    *,
-    variant: str | None,
-    allow_other_shapes: bool,
-) -> None:
-    """Raise if the checkpoint in `folder` is damaged or does not fit; a repository name or other formats pass through.
+def check_headers(checkpoint: Checkpoint, expected: Shapes, *, other_shapes: bool) -> None:
+    """Raise if the checkpoint does not fit an empty model.
 
     As for the Kimi models, tensors missing from a layer that is otherwise there are an error, and absent layers, heads
     and embeddings are left to transformers, which initialises and reports them.
 
     Args:
-        config: the model's configuration, or its class to read it from the folder.
-        expected: gives the names (of the base model) and shapes that a configuration needs. Experts may be fused
-            there and apart in the file.
+        expected: names (of the base model) and shapes. Experts may be fused there and apart in the file.
+        other_shapes: whether shapes may differ.
     Raises:
         CheckpointError: with tensor and file names.
     """
-    if variant or not any((folder / name).exists() for name in WEIGHT_FILES):
-        return
-    if isinstance(config, type):
-        config = config.from_pretrained(folder)
-    with open_checkpoint(folder) as checkpoint:
-        found = {name.removeprefix("model."): entry for name, entry in checkpoint.entries.items()}
+    found = {name.removeprefix("model."): entry for name, entry in checkpoint.entries.items()}
     layers = {match[1] for match in map(_LAYER.search, found) if match}
     fatal = []
-    for name, shape in expected(config).items():
+    for name, shape in expected.items():
         parts = _as_stored(name, shape, found)
         for part, part_shape in parts.items():
             entry, match = found.get(part), _LAYER.search(part)
             if entry is None:
                 if match and match[1] in layers:
                     fatal.append(f"missing: {part} {list(part_shape)} stands in no shard")
-            elif tuple(entry.shape) != part_shape and not allow_other_shapes:
+            elif tuple(entry.shape) != part_shape and not other_shapes:
                 where = f"{entry.name} in {entry.path.name}"
                 fatal.append(f"shape: {where} is {list(entry.shape)}, the config gives {list(part_shape)}")
     if fatal:
-        more = [f"... and {len(fatal) - SHOWN} more"] if len(fatal) > SHOWN else []
-        raise CheckpointError(
-            f"{folder} does not hold the model of its configuration:\n  "
-            + "\n  ".join(fatal[:SHOWN] + more)
-            + "\nfetch the named shards again, or correct config.json"
-        )
+        raise does_not_fit(checkpoint, fatal)
 
 
 def _as_stored(name: str, shape: tuple[int, ...], found: dict) -> Shapes:

@@ -1,66 +1,106 @@
-"""What is checked before `from_pretrained` reads a weight, from the files' headers alone."""
+"""What is checked before `from_pretrained` reads a weight: names, shapes and dtypes, from headers alone."""
 
 import re
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from transformers.utils import logging
 
 from ..errors import CheckpointError
-from .check import check_decay_tails, expert_layout, find_problems
-from .geometry import as_dict, is_packed
-from .shards import open_checkpoint
+from .check import SHOWN, Problems, check_decay_tails, check_scales, expert_layout, find_problems
+from .geometry import TextGeometry, as_dict, is_packed
+from .offload import uses_disk
+from .shards import Checkpoint
 
 logger = logging.get_logger(__name__)
 # A checkpoint may lack a whole part (no tower, no head), but a part of which something is there must be there whole.
 _PARTS = {
     "vision tower": re.compile(r"\bvision_tower\."),
     "projector": re.compile(r"\bmm_projector\."),
-    "decoder": re.compile(r"\b(?:layers\.\d+\.|norm\.weight|output_attn_res_)"),
+    "decoder": re.compile(r"\b(?:layers\.\d+\.|embed_tokens\.|norm\.weight|output_attn_res_)"),
 }
-WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
-SHOWN = 8
 
 
-def check_before_loading(
-    folder: Path, config, *, vision: bool | None, variant: str | None, allow_other_shapes: bool
-) -> None:
-    """Raise if the checkpoint in `folder` is damaged or does not fit; a repository name or other formats pass through.
+@dataclass(frozen=True)
+class Reading:
+    """How a checkpoint is about to be read.
+
+    `config`: of the model, as it describes the files. `other_shapes`: shapes may differ (`ignore_mismatched_sizes`).
+    `vision`: False for classes without a tower, None for what the configuration says. `dequantize`: packed experts are
+    unpacked. `scales`: look at every MXFP4 scale, because nothing else will before the first forward.
+    """
+
+    config: Mapping[str, Any]
+    other_shapes: bool = False
+    vision: bool | None = None
+    dequantize: bool = False
+    scales: bool = False
+
+    @classmethod
+    def of(cls, load_config, config, vision: bool | None) -> "Reading":
+        """From transformers' `LoadStateDictConfig` and the model's configuration."""
+        released, quantizer = dict(as_dict(config)), load_config.hf_quantizer
+        if quantizer is not None and not quantizer.pre_quantized:
+            released.pop("quantization_config", None)  # says what will become of the weights, not what the files hold
+        return cls(
+            config=released,
+            other_shapes=bool(load_config.ignore_mismatched_sizes),
+            vision=vision,
+            dequantize=bool(getattr(getattr(config, "quantization_config", None), "dequantize", False)),
+            scales=uses_disk(load_config),
+        )
+
+
+def check_before_loading(checkpoint: Checkpoint, reading: Reading) -> None:
+    """Raise if the checkpoint does not fit the configuration; warn of tensors that nothing will read.
 
     Tensors missing from a decoder, tower or projector that is otherwise there are an error, since a model with random
-    weights in its middle is of no use. A missing head or embedding, a whole missing tower, or an empty checkpoint, is
-    left to transformers, which initialises them and reports it.
+    weights in its middle is of no use; so is an expert too many. A missing head, a whole missing tower, or a checkpoint
+    with nothing of the model, is left to transformers, which initialises them and reports it.
 
-    Args:
-        config: the model's configuration, or its class to read it from the folder.
-        vision: False for classes without a tower; None to require what the configuration names.
     Raises:
         CheckpointError: with tensor and file names.
     """
-    if variant or not any((folder / name).exists() for name in WEIGHT_FILES):
-        return
-    if isinstance(config, type):
-        if not (folder / "config.json").exists():
-            raise CheckpointError(f"{folder} has no config.json: nothing says which model its weights belong to")
-        config = config.from_pretrained(folder)
-    with open_checkpoint(folder) as checkpoint:
-        if not checkpoint.entries:
-            return
-        _check_format(checkpoint, config)
-        problems = find_problems(checkpoint, config, vision=vision, head=False)
-        present = {_part(name) for name in checkpoint.entries} - {None}
-        torn = [line for line in problems.missing if _part(line) in present]
-        fatal = torn + problems.dtypes + ([] if allow_other_shapes else problems.shapes)
-        if torn:
-            fatal += problems.unexpected  # a tensor under a damaged name is one of these
-        if fatal:
-            more = [f"... and {len(fatal) - SHOWN} more"] if len(fatal) > SHOWN else []
-            raise CheckpointError(
-                f"{folder} does not hold the model of its configuration:\n  "
-                + "\n  ".join(fatal[:SHOWN] + more)
-                + "\nfetch the named shards again, or correct config.json"
-            )
-        check_decay_tails(checkpoint, config)
+    config = reading.config
+    _check_format(checkpoint, config, reading.dequantize)
+    problems = find_problems(checkpoint, config, vision=reading.vision, head=False)
+    fatal = _fatal(checkpoint, problems, reading)
+    if fatal:
+        raise does_not_fit(checkpoint, fatal)
+    if problems.unexpected:
+        logger.warning(
+            "%s", "\n  ".join([f"{checkpoint.folder} holds tensors that are not read:", *_cut(problems.unexpected)])
+        )
+    check_decay_tails(checkpoint, config)
+    if reading.scales and is_packed(config):
+        check_scales(checkpoint)
+
+
+def _fatal(checkpoint: Checkpoint, problems: Problems, reading: Reading) -> list[str]:
+    """The lines of `problems` that a model cannot be loaded with."""
+    present = {_part(name) for name in checkpoint.entries} - {None}
+    torn = [line for line in problems.missing if _part(line) in present]
+    if TextGeometry.from_config(reading.config).tied and any(
+        name.endswith("lm_head.weight") for name in checkpoint.entries
+    ):
+        torn = [line for line in torn if "embed_tokens." not in line]  # the head stands for both
+    fatal = torn + problems.extra_experts + problems.dtypes + ([] if reading.other_shapes else problems.shapes)
+    # A tensor under a damaged name is one of the unexpected ones.
+    return fatal + problems.unexpected if torn else fatal
+
+
+def does_not_fit(checkpoint: Checkpoint, lines: list[str]) -> CheckpointError:
+    """The error for a checkpoint that is not the model of its configuration."""
+    return CheckpointError(
+        f"{checkpoint.folder} does not hold the model of its configuration:\n  "
+        + "\n  ".join(_cut(lines))
+        + "\nfetch the named shards again, or correct config.json"
+    )
+
+
+def _cut(lines: list[str]) -> list[str]:
+    return lines[:SHOWN] + ([f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])
 
 
 def check_after_loading(source, names: Iterable[str], missing: Collection[str]) -> None:
@@ -88,21 +128,19 @@ def _part(name: str) -> str | None:
     return next((part for part, pattern in _PARTS.items() if pattern.search(name)), None)
 
 
-def _check_format(checkpoint, config) -> None:
-    """Raise if the files' experts are packed and the configuration does not say so, or the other way round."""
+def _check_format(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: bool) -> None:
+    """Raise if experts are packed and the configuration does not say so, or the other way round."""
     found = expert_layout(checkpoint)
-    block = getattr(config, "quantization_config", None)
-    if found == "fused_packed" and getattr(block, "dequantize", False):
+    if found == "fused_packed" and dequantize:
         raise CheckpointError(
             f"{checkpoint.folder} holds packed experts under fused names, which cannot be unpacked while loading; load them "
             "packed and call kimi_hf.quantization.dequantize(model)"
         )
-    holds_experts = any(".experts." in name for name in checkpoint.entries)
-    said = is_packed(as_dict(config))
-    if holds_experts and said != ("packed" in found):
-        name = next(name for name in checkpoint.entries if ".experts." in name)
+    first = next((entry for name, entry in checkpoint.entries.items() if ".experts." in name), None)
+    said = is_packed(config)
+    if first is not None and said != ("packed" in found):
         raise CheckpointError(
-            f"{name} in {checkpoint.entries[name].path.name} is stored as a {found} expert, but config.json "
+            f"{first.name} in {first.path.name} is stored as a {found} expert, but config.json "
             f"{'names' if said else 'does not name'} the MXFP4 format in quantization_config; correct config.json, or convert "
             "the experts"
         )

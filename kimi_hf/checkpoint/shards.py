@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from kimi_hf.checkpoint.files import OpenFiles
 from kimi_hf.checkpoint.layout import DTYPE_BYTES, TensorSpec
 from kimi_hf.errors import CheckpointError
 
@@ -183,7 +184,7 @@ class Checkpoint:
         self.entries: dict[str, TensorEntry] = {}
         for header in headers.values():
             self.entries.update(header.entries)
-        self._files: dict[Path, int] = {}
+        self._files = OpenFiles()
         self._sparse: dict[Path, bool] = {}
         self._endings: dict[tuple[str, str, bool], TensorEntry] | None = None
 
@@ -225,16 +226,7 @@ class Checkpoint:
         """
         length = entry.nbytes - start if length is None else length
         buffer = bytearray(length)
-        view, done = memoryview(buffer), 0
-        try:
-            file = self._open(entry.path)
-            while done < length:
-                got = os.preadv(file, [view[done:]], entry.offset + start + done)
-                if got == 0:
-                    raise CheckpointError(f"{entry.path}: ends inside tensor {entry.name}; fetch the file again")
-                done += got
-        except OSError as error:
-            raise CheckpointError(f"{entry.path}: reading tensor {entry.name}: {error.strerror}") from error
+        self._files.read_into(entry.path, entry.offset + start, [memoryview(buffer)], entry.name)
         return buffer
 
     def hole(self, entry: TensorEntry, start: int, length: int) -> int:
@@ -244,7 +236,7 @@ class Checkpoint:
             self._sparse[entry.path] = stat.st_blocks * 512 < stat.st_size
         if not self._sparse[entry.path]:
             return 0
-        return hole_length(self._open(entry.path), entry.offset + start, length)
+        return hole_length(self._files.descriptor(entry.path), entry.offset + start, length)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in its stored dtype and shape, on the CPU."""
@@ -253,15 +245,8 @@ class Checkpoint:
             raise CheckpointError(f"{entry.path}: tensor {name} has dtype {entry.dtype}, which cannot be read here")
         return as_tensor(self.read_range(entry), entry.dtype, entry.shape)
 
-    def _open(self, path: Path) -> int:
-        if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY)
-        return self._files[path]
-
     def close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        self._files.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -299,34 +284,61 @@ def open_checkpoint(path: str | Path, allow_absent: bool = False) -> Checkpoint:
     Raises: CheckpointError naming file and tensor.
     """
     path = Path(path)
+    if path.is_dir():
+        path = weights_file(path) or path
     if path.is_file():
         if path.suffix == ".json":
             return _open_indexed(path, allow_absent)
         return Checkpoint(path.parent, {path.name: read_header(path)}, None)
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist; expected a checkpoint folder")
-    if (path / INDEX_NAME).exists():
-        return _open_indexed(path / INDEX_NAME, allow_absent)
-    if (path / SINGLE_NAME).exists():
-        return Checkpoint(path, {SINGLE_NAME: read_header(path / SINGLE_NAME)}, None)
     stray = sorted(file.name for file in path.glob("*.safetensors"))
     hint = f"it holds {stray[0]} and {len(stray) - 1} more shards; restore the index" if stray else "nothing to read"
     raise CheckpointError(f"{path} has neither {INDEX_NAME} nor {SINGLE_NAME}: {hint}")
 
 
-def _open_indexed(path: Path, allow_absent: bool) -> Checkpoint:
+def weights_file(folder: Path, single: str = SINGLE_NAME, index: str = INDEX_NAME) -> Path | None:
+    """Which of the two files in `folder` says where its tensors are; None if neither is there.
+
+    transformers reads the single file and passes over the index, other programs do the opposite, so a folder with the
+    shards of an index *and* a single file holds two models, of which one is stale: nobody but the user knows which.
+
+    Raises: CheckpointError naming both files.
+    """
+    has_single, has_index = (folder / single).exists(), (folder / index).exists()
+    if has_single and has_index:
+        named = sorted(set(read_index(folder / index)["weight_map"].values()))
+        beside = [file for file in named if (folder / file).exists()]
+        if any(file != single for file in beside):
+            raise CheckpointError(
+                f"{folder} holds {single} and also {index} with its shards ({beside[0]}, ...); some programs would read "
+                f"the one, some the other. Move away whichever is left over from an earlier save"
+            )
+        return folder / single
+    return folder / single if has_single else folder / index if has_index else None
+
+
+def read_index(path: Path) -> dict:
+    """An index whose form is checked: `weight_map` gives the file of each tensor."""
     try:
         index = _load_unique(path, path.read_bytes())
-        weight_map = index["weight_map"]
-        files = sorted(set(weight_map.values()))
+        files = index["weight_map"].values()
+        if not all(isinstance(file, str) for file in files):
+            raise TypeError("weight_map must give a file name for each tensor")
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a readable index ({error}); restore it") from error
+    return index
+
+
+def _open_indexed(path: Path, allow_absent: bool) -> Checkpoint:
+    index = read_index(path)
+    weight_map = index["weight_map"]
     folder = path.parent
     headers: dict[str, ShardHeader] = {}
     absent = []
-    for file in files:
+    for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
             raise CheckpointError(f"{path} names the file {file!r}; shards must lie beside the index")
         if not (folder / file).exists() and allow_absent:
@@ -336,11 +348,11 @@ def _open_indexed(path: Path, allow_absent: bool) -> Checkpoint:
             name = next(key for key, value in weight_map.items() if value == file)
             raise CheckpointError(f"{folder / file} is absent but {path.name} expects {name} in it; fetch the shard")
         headers[file] = read_header(folder / file)
-    _check_index(path, weight_map, headers)
+    check_index(path, weight_map, headers)
     return Checkpoint(folder, headers, index, tuple(absent))
 
 
-def _check_index(path: Path, weight_map: dict[str, str], headers: dict[str, ShardHeader]) -> None:
+def check_index(path: Path, weight_map: dict[str, str], headers: dict[str, ShardHeader]) -> None:
     for file, header in headers.items():
         for name in header.entries:
             wanted = weight_map.get(name)

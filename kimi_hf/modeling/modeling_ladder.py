@@ -130,16 +130,10 @@ class LadderPreTrainedModel(KimiPreTrainedMixin, PreTrainedModel):
         "attentions": [OutputRecorder(SoftmaxAttention, index=1), OutputRecorder(MultiHeadLatentAttention, index=1)],
     }
 
-    @classmethod
-    def _check_checkpoint(cls, folder, config, *, variant: str | None, allow_other_shapes: bool) -> None:
-        """Compare the file's names and shapes with an empty model of the configuration."""
-
-        def expected(config: LadderConfig) -> dict[str, tuple[int, ...]]:
-            with torch.device("meta"):
-                model = LadderModel(config)
-            return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-        check_headers(folder, config, expected, variant=variant, allow_other_shapes=allow_other_shapes)
+    def _check_checkpoint(self, checkpoint, reading) -> None:
+        """Compare the file's names and shapes with this, still empty, model's."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.base_model.state_dict().items()}
+        check_headers(checkpoint, shapes, other_shapes=reading.other_shapes)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,19 +1,22 @@
 """What all our models share towards transformers: loading, saving and `load_state_dict`."""
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from transformers.utils import logging
 
+from ..checkpoint.geometry import as_dict
 from ..checkpoint.key_maps import own_key_maps
-from ..checkpoint.loading import check_after_loading, check_before_loading
+from ..checkpoint.loading import Reading, check_after_loading, check_before_loading
+from ..checkpoint.offload import prepare_disk_offload, refuse_own_source
+from ..checkpoint.saving import written_whole
+from ..checkpoint.shards import Checkpoint
+from ..checkpoint.sources import GIVEN, about_to_be_read, in_folder, opened_before
+from ..errors import CheckpointError
 from .decoder import DecoderLayer
 from .moe import EXPERTS_IMPLEMENTATION
 
 logger = logging.get_logger(__name__)
-_INDEX = "model.safetensors.index.json"
 
 
 class KimiPreTrainedMixin:
@@ -46,63 +49,74 @@ class KimiPreTrainedMixin:
             kwargs.pop("quantization_config", None)
         if hasattr(kwargs.get("config"), "restore_quantization"):
             kwargs["config"].restore_quantization()
-        from_files = source is not None and kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None
-        if from_files:
-            config = kwargs.get("config") or cls.config_class
-            cls._check_checkpoint(
-                Path(source, kwargs.get("subfolder") or ""),
-                config,
-                variant=kwargs.get("variant"),
-                allow_other_shapes=bool(kwargs.get("ignore_mismatched_sizes")),
-            )
         wants_report = kwargs.pop("output_loading_info", False)
-        with own_key_maps():
+        with own_key_maps(), opened_before(source, kwargs):
             model, report = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
-        if from_files:
-            check_after_loading(source, model.state_dict(), report["missing_keys"])
+        if kwargs.get("gguf_file") is None:
+            check_after_loading(source or GIVEN, model.state_dict(), report["missing_keys"])
         for module in model.modules():
             if isinstance(module, DecoderLayer):
                 module.residual.freeze_unread(module)
         return (model, report) if wants_report else model
 
-    @classmethod
-    def _check_checkpoint(cls, folder: Path, config, *, variant: str | None, allow_other_shapes: bool) -> None:
-        """Raise `CheckpointError` if the files in `folder` cannot be the model of `config` (an instance, or its class)."""
-        vision = None if cls._has_vision else False
-        check_before_loading(folder, config, vision=vision, variant=variant, allow_other_shapes=allow_other_shapes)
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+        """transformers' step that reads the weights: the model is there, still empty, and its files are too.
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        Wherever the weights come from (folder, repository, state dict), they are compared with the model here. An adapter,
+        which comes with the keys it expects, is passed on.
+        """
+        if expected_keys is None:
+            checkpoint = about_to_be_read(state_dict, checkpoint_files, load_config)
+            if checkpoint is not None:
+                vision = None if model._has_vision else False
+                reading = Reading.of(load_config, model.config, vision)
+                with checkpoint:
+                    model._check_checkpoint(checkpoint, reading)
+            prepare_disk_offload(model, load_config)
+        load = super(KimiPreTrainedMixin, type(model))._load_pretrained_model
+        return load(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def _check_checkpoint(self, checkpoint: Checkpoint, reading: Reading) -> None:
+        """Raise `CheckpointError` if the checkpoint cannot be this (still empty) model."""
+        check_before_loading(checkpoint, reading)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs) -> None:
         """Write the released names, shapes and dtypes, and the config in the released schema.
 
-        Everything is written to a temporary folder beside `save_directory` and moved there when it is complete.
-        Arguments are transformers' own.
+        Everything is written to a temporary folder beside `save_directory` and moved there when it is complete. With
+        `push_to_hub` or `distributed_checkpoint`, which write from several places, transformers writes directly.
+        Arguments are transformers' own; weights are always safetensors.
+
+        Raises:
+            NotADirectoryError, PermissionError: `save_directory` is a file, or cannot be written to.
+            CheckpointError: layers are offloaded to disk and read from the very files that would be replaced.
         """
+        if not kwargs.pop("safe_serialization", True):
+            logger.warning("safe_serialization=False is not offered any more; safetensors files are written")
         with own_key_maps():
-            if kwargs.get("push_to_hub") or not kwargs.get("is_main_process", True):
-                return super().save_pretrained(save_directory, *args, **kwargs)
-            target = Path(save_directory)
-            if target.is_file():
-                raise NotADirectoryError(f"save_pretrained: {target} is a file; name a folder")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-            try:
-                super().save_pretrained(partial, *args, **kwargs)
-                _move_into(partial, target)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            if kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint") or not is_main_process:
+                return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+            refuse_own_source(self, Path(save_directory))
+            with written_whole(save_directory, kwargs.get("variant")) as partial:
+                super().save_pretrained(partial, True, *args, **kwargs)
+                if not args and kwargs.get("state_dict") is None:
+                    self._warn_if_unreadable(partial, kwargs.get("variant"))
 
-
-def _move_into(partial: Path, target: Path) -> None:
-    """Rename every finished file into `target`, weights first; shards of an earlier save that are replaced go away."""
-    target.mkdir(exist_ok=True)
-    new = {path.name for path in partial.iterdir()}
-    stale = set()
-    if new & {_INDEX, "model.safetensors"}:
-        stale = {p.name for p in target.glob("model*.safetensors")} | (
-            {_INDEX} if (target / _INDEX).exists() else set()
-        )
-    order = sorted(new, key=lambda name: (not name.endswith(".safetensors"), name != _INDEX, name))
-    for name in order:
-        os.replace(partial / name, target / name)
-    for name in stale - new:
-        (target / name).unlink(missing_ok=True)
+    def _warn_if_unreadable(self, folder: Path, variant: str | None) -> None:
+        """Say it now if what was just written will be refused on loading; the work of a training is not thrown away for it."""
+        quantizer = getattr(self, "hf_quantizer", None)
+        checkpoint = in_folder(folder, variant)
+        if checkpoint is None or (quantizer is not None and not quantizer.pre_quantized):
+            return
+        try:
+            with checkpoint:
+                self._check_checkpoint(
+                    checkpoint, Reading(as_dict(self.config), vision=None if self._has_vision else False)
+                )
+        except CheckpointError as error:
+            logger.warning(
+                "This model was saved, but will not load again: its modules are not those of its configuration. Adapters that "
+                "were put into it can be merged first (merge_and_unload).\n%s",
+                error,
+            )
