@@ -68,9 +68,10 @@ class OpenFiles:
             )
 
     def close(self) -> None:
-        for file in self._open.values():
-            os.close(file)
-        self._open.clear()
+        while self._open:
+            self._close(self._open.popitem()[1])
+
+    _close = staticmethod(os.close)  # at hand when the interpreter has taken the modules apart
 
     def __del__(self) -> None:
         self.close()

@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from tqdm import tqdm
 
 from kimi_hf.checkpoint.layout import TensorSpec
 from kimi_hf.checkpoint.shards import INDEX_NAME, SINGLE_NAME, hole_length
+from kimi_hf.checkpoint.writing import build_header
 from kimi_hf.errors import CheckpointError
 
 JOURNAL = "conversion-journal.jsonl"
@@ -80,18 +80,6 @@ class PlannedShard:
     @property
     def nbytes(self) -> int:
         return sum(recipe.spec.nbytes for recipe in self.recipes)
-
-
-def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Length word, JSON and padding to 8 bytes for tensors that follow each other in this order."""
-    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    for spec in specs:
-        table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
-        at += spec.nbytes
-    raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)
-    return struct.pack("<Q", len(raw)) + raw
 
 
 def shard_name(number: int, count: int) -> str:

@@ -1,5 +1,9 @@
 """Mixture of experts: router, fused experts, and the block around them at full width or in a latent."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
@@ -101,6 +105,18 @@ def grouped_experts_forward(
 
 ExpertsInterface.register(EXPERTS_IMPLEMENTATION, grouped_experts_forward)
 
+_build_experts: ContextVar[Callable[..., nn.Module]] = ContextVar("build_experts", default=KimiExperts)
+
+
+@contextmanager
+def experts_built_by(build: Callable[..., nn.Module]) -> Iterator[None]:
+    """Within, new models get their routed experts from `build(config)`: a module with the same call as `KimiExperts`."""
+    token = _build_experts.set(build)
+    try:
+        yield
+    finally:
+        _build_experts.reset(token)
+
 
 class KimiSparseMoeBlock(nn.Module):
     """Routed experts plus shared experts; with `routed_expert_hidden_size` the routed ones live in a latent (LatentMoE).
@@ -114,7 +130,7 @@ class KimiSparseMoeBlock(nn.Module):
         width = config.hidden_size
         latent = config.routed_expert_hidden_size
         self.gate = KimiRouter(config)
-        self.experts = KimiExperts(config)
+        self.experts = _build_experts.get()(config)
         self.shared_experts = None
         if config.num_shared_experts:
             self.shared_experts = KimiMLP(config, width, config.moe_intermediate_size * config.num_shared_experts)

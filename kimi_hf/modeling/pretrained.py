@@ -1,5 +1,6 @@
 """What all our models share towards transformers: loading, saving and `load_state_dict`."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -13,7 +14,16 @@ from ..checkpoint.saving import written_whole
 from ..checkpoint.shards import Checkpoint
 from ..checkpoint.sources import GIVEN, about_to_be_read, in_folder, opened_before
 from ..errors import CheckpointError
+from ..storage import ExpertStorageReport
 from .decoder import DecoderLayer
+from .disk_experts import (
+    disk_experts,
+    expert_store,
+    leave_experts_on_disk,
+    pop_expert_storage,
+    refuse_experts_on_disk,
+    save_experts_on_disk,
+)
 from .moe import EXPERTS_IMPLEMENTATION
 
 logger = logging.get_logger(__name__)
@@ -39,6 +49,9 @@ class KimiPreTrainedMixin:
 
         Args:
             pretrained_model_name_or_path: a folder or a repository name; arguments are transformers' own.
+            expert_storage: "ram" (default), or "disk" ("mmap" means the same): routed experts stay in their safetensors
+                files and are read when they are routed to, see `KimiDiskExperts` and docs/conversion.md.
+            expert_cache_bytes: how much of the experts on disk is kept in memory, 1 GiB by default.
         Raises:
             CheckpointError: shards that are truncated or absent, tensors of the wrong shape, layers with tensors
                 missing, experts in a foreign 4-bit format. Headers are read for this; no weight has been loaded yet.
@@ -50,7 +63,7 @@ class KimiPreTrainedMixin:
         if hasattr(kwargs.get("config"), "restore_quantization"):
             kwargs["config"].restore_quantization()
         wants_report = kwargs.pop("output_loading_info", False)
-        with own_key_maps(), opened_before(source, kwargs):
+        with own_key_maps(), opened_before(source, kwargs), pop_expert_storage(kwargs):
             model, report = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
         if kwargs.get("gguf_file") is None:
             check_after_loading(source or GIVEN, model.state_dict(), report["missing_keys"])
@@ -71,15 +84,30 @@ class KimiPreTrainedMixin:
             if checkpoint is not None:
                 vision = None if model._has_vision else False
                 reading = Reading.of(load_config, model.config, vision)
+                if disk_experts(model):
+                    reading = dataclasses.replace(reading, scales=False)  # they are looked at whenever they are read
                 with checkpoint:
                     model._check_checkpoint(checkpoint, reading)
             prepare_disk_offload(model, load_config)
+            if disk_experts(model):
+                state_dict, load_config = leave_experts_on_disk(model, checkpoint, load_config)
         load = super(KimiPreTrainedMixin, type(model))._load_pretrained_model
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     def _check_checkpoint(self, checkpoint: Checkpoint, reading: Reading) -> None:
         """Raise `CheckpointError` if the checkpoint cannot be this (still empty) model."""
         check_before_loading(checkpoint, reading)
+
+    def expert_storage_report(self, reset: bool = False) -> ExpertStorageReport | None:
+        """What lies on disk, what is cached, hits and misses; None for a model with its experts in memory.
+
+        `reset` begins to count anew after this report.
+        """
+        store = expert_store(self)
+        report = None if store is None else store.report()
+        if reset and store is not None:
+            store.reset()
+        return report
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs) -> None:
         """Write the released names, shapes and dtypes, and the config in the released schema.
@@ -95,11 +123,15 @@ class KimiPreTrainedMixin:
         if not kwargs.pop("safe_serialization", True):
             logger.warning("safe_serialization=False is not offered any more; safetensors files are written")
         with own_key_maps():
+            if any(kwargs.get(name) for name in ("push_to_hub", "variant", "distributed_checkpoint")):
+                refuse_experts_on_disk(self, "saving with push_to_hub, variant or distributed_checkpoint")
             if kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint") or not is_main_process:
                 return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
             refuse_own_source(self, Path(save_directory))
             with written_whole(save_directory, kwargs.get("variant")) as partial:
                 super().save_pretrained(partial, True, *args, **kwargs)
+                if disk_experts(self):
+                    save_experts_on_disk(self, partial, kwargs.get("max_shard_size", "50GB"))
                 if not args and kwargs.get("state_dict") is None:
                     self._warn_if_unreadable(partial, kwargs.get("variant"))
 

@@ -6,6 +6,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
 from ..checkpoint.key_maps import own_key_maps
+from ..modeling.disk_experts import refuse_experts_on_disk
 from ..modeling.moe import KimiExperts
 from ..ops.grouped_experts import grouped_experts
 from ..ops.mxfp4 import GROUP, pack, unpack
@@ -63,9 +64,11 @@ def quantize(model: nn.Module) -> nn.Module:
 
     Raises:
         ShapeError: expert widths that are not multiples of 32, or weights that are not finite.
+        ConfigError: a model whose experts are on disk.
     """
     from .configuration import KimiMxfp4Config
 
+    refuse_experts_on_disk(model, "quantize")
     text = model.config.get_text_config()
     for name, experts in modules_of(model, KimiExperts):
         packed = KimiPackedExperts.shaped_like(experts, text)
@@ -82,6 +85,7 @@ def quantize(model: nn.Module) -> nn.Module:
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Unpack the routed experts of a model in place, to `dtype` (the model's own by default)."""
+    refuse_experts_on_disk(model, "dequantize")
     text = model.config.get_text_config()
     dtype = dtype or model.dtype
     for name, packed in modules_of(model, KimiPackedExperts):

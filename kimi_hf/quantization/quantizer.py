@@ -11,6 +11,7 @@ from transformers.quantizers.base import HfQuantizer
 from ..checkpoint.check import check_scales
 from ..checkpoint.shards import open_checkpoint
 from ..errors import CheckpointError, ConfigError
+from ..modeling.disk_experts import refuse_experts_on_disk
 from ..modeling.moe import KimiExperts
 from ..ops.mxfp4 import GROUP, unpack
 from .packed_experts import KimiPackedExperts, dequantize, modules_of, remember_rules
@@ -80,6 +81,7 @@ class KimiMxfp4Quantizer(HfQuantizer):
                 "call kimi_hf.quantization.quantize(model)"
             )
         if self.quantization_config.dequantize:
+            refuse_experts_on_disk(model, "KimiMxfp4Config(dequantize=True)")
             return
         _check_split(model.config)
         for name, experts in modules_of(model, KimiExperts):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..errors import ConfigError
+from ..modeling.disk_experts import refuse_experts_on_disk
 from ..quantization import KimiPackedExperts
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def lora_config(
         model: needed to adapt experts that are packed in MXFP4; harmless otherwise.
         r, lora_alpha, kwargs: passed on to PEFT (`use_dora`, `lora_dropout`, `task_type`, ...).
     Raises:
-        ConfigError: an unknown kind, or dropout on routed experts, whose fused tensors cannot drop inputs.
+        ConfigError: an unknown kind, dropout on routed experts, whose fused tensors cannot drop inputs, or adapters on
+            experts that are on disk.
     """
     from peft import LoraConfig
 
@@ -77,6 +79,8 @@ def lora_config(
                 f"lora_dropout is {kwargs['lora_dropout']}, but adapters on routed experts change the fused weights and cannot "
                 "drop inputs; leave it at 0, or leave 'experts' out"
             )
+        if model is not None:
+            refuse_experts_on_disk(model, "an adapter on routed experts")
         if packed:
             targets = rf".*\blayers\.\d+\..*\b({'|'.join([*names, 'experts'])})"
         else:
