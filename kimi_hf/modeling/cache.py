@@ -106,6 +106,7 @@ class KimiCache(DynamicCache):
         self.plan = cache_plan(config)
         Cache.__init__(self, layers=[self._new_layer(memory) for memory in self.plan], offloading=offloading)
         self.length = 0
+        self.image_tokens = 0.0  # feature rows of images among the cached tokens, per row on average
         self.padding_mask: Tensor | None = None
         self._fits: tuple | None = None
         self.keep_rollback(rollback_tokens)
@@ -216,7 +217,7 @@ class KimiCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        self.length, self.padding_mask = 0, None
+        self.length, self.image_tokens, self.padding_mask = 0, 0.0, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)

@@ -46,6 +46,7 @@ def write_cache(cache: "KimiCache", path: str | os.PathLike) -> Path:
         "plan": [memory.to_dict() for memory in cache.plan],
         "length": cache.length,
         "rows": cache.rows,
+        "image_tokens": cache.image_tokens,
         "latent_dtype": cache.latent_dtype,
         "rollback_tokens": cache.rollback_tokens,
         "layers": layers,
@@ -104,6 +105,7 @@ def read_cache(cls: type["KimiCache"], path, config, device: str | torch.device 
         raise CacheError(f"{path}: its {_ENTRY!r} entry is incomplete ({error!r}); save the cache again") from error
     cache = cls(config, latent_dtype=about["latent_dtype"], rollback_tokens=about["rollback_tokens"])
     cache.length, cache.padding_mask = about["length"], tensors.pop("padding_mask", None)
+    cache.image_tokens = about.get("image_tokens", 0.0)
     for i, (layer, entry) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         prefix = f"layers.{i}."
         own = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}

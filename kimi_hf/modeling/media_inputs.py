@@ -34,6 +34,34 @@ def images_per_row(ids: Tensor, counts: list[int], placeholder_id: int) -> list[
     return result
 
 
+def refuse_orphans(ids: Tensor, placeholder_id: int, cache) -> None:
+    """Raise if ids (B, T) that come without images hold placeholders: they would be read as if they were words.
+
+    A step of one token after a cache is let through: that is what a model wrote, and asking costs a wait on a GPU.
+    """
+    if torch.compiler.is_compiling() or ids.device.type == "meta":
+        return
+    if ids.shape[1] == 1 and cache is not None and cache.get_seq_length() > 0:
+        return
+    slots = ids == placeholder_id
+    found = int(slots.sum())
+    if found:
+        row, position = slots.nonzero()[0].tolist()
+        raise MediaError(
+            f"input_ids hold {found} placeholders of images (id {placeholder_id}; the first in row {row} at position "
+            f"{position}), but no pixel_values came with them; pass pixel_values and grid_thws of the image processor"
+        )
+
+
+def remember_images(cache, grid_thws: Tensor | None, merge_kernel_size: list[int] | tuple[int, int], rows: int) -> None:
+    """Note in the cache that images of these grids (M, 3) have been read into it, over `rows` rows."""
+    if cache is None or grid_thws is None:
+        return
+    patches = sum(h * w for _, h, w in torch.as_tensor(grid_thws).tolist())
+    area = merge_kernel_size[0] * merge_kernel_size[1]
+    cache.image_tokens = getattr(cache, "image_tokens", 0.0) + patches / area / rows
+
+
 class MediaGenerationMixin:
     """Adds images to `generate`."""
 
@@ -50,7 +78,7 @@ class MediaGenerationMixin:
         grids = kwargs.get("grid_thws")
         ids = kwargs.get("input_ids", inputs)
         if ids is not None and grids is None:
-            self._check_remembered_images(ids, kwargs.get("past_key_values"))
+            self._check_remembered_images(ids, kwargs.get("past_key_values"), kwargs.get("attention_mask"))
         if grids is None or ids is None:
             return super().generate(inputs, *args, **kwargs)
         pad = self.config.pad_token_id
@@ -60,9 +88,6 @@ class MediaGenerationMixin:
         expanded = expand_placeholders(ids, counts, placeholder, pad, attention_mask=mask)
         kwargs.update(input_ids=expanded.input_ids, attention_mask=expanded.attention_mask)
         out = super().generate(None, *args, **kwargs)
-        cache = kwargs.get("past_key_values", getattr(out, "past_key_values", None))
-        if cache is not None:
-            cache.image_tokens = int((expanded.input_ids == placeholder).sum()) // ids.shape[0]
         grown = expanded.input_ids.shape[1]
         sequences = out if isinstance(out, Tensor) else out.sequences
         prompt = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0).to(sequences.device)
@@ -72,14 +97,19 @@ class MediaGenerationMixin:
         out.sequences = sequences
         return out
 
-    def _check_remembered_images(self, ids: Tensor, cache) -> None:
+    def _check_remembered_images(self, ids: Tensor, cache, attention_mask: Tensor | None) -> None:
         """Refuse a prompt whose placeholders cannot be what the cache holds: its length would be miscounted."""
-        held = getattr(cache, "image_tokens", None)
-        given = int((ids == self.config.media_placeholder_token_id).sum()) // ids.shape[0]
-        if held and held != given:
+        if cache is None or cache.get_seq_length() == 0:
+            return  # the first forward looks at it
+        held = getattr(cache, "image_tokens", 0.0)
+        if attention_mask is not None and attention_mask.shape[1] > ids.shape[1]:
+            held = 0.0  # only what is new was passed
+        given = int((ids == self.config.media_placeholder_token_id).sum()) / ids.shape[0]
+        if abs(held - given) > 1e-6:
             raise MediaError(
-                f"the cache holds {held} image tokens a row, but input_ids have {given} placeholders: pass pixel_values and "
-                "grid_thws of all images again (what is cached is not encoded twice), or one placeholder per image feature"
+                f"the cache holds {held:g} image tokens a row, but input_ids have {given:g} placeholders: pass pixel_values "
+                "and grid_thws of all images again (what is cached is not encoded twice), or one placeholder per image "
+                "feature"
             )
 
     def prepare_inputs_for_generation(
@@ -99,6 +129,7 @@ class MediaGenerationMixin:
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+        inputs["check_placeholders"] = bool(is_first_iteration)  # later ones are what the model itself wrote
         if pixel_values is None or not (is_first_iteration or past_key_values is None):
             return inputs
         step_ids = inputs.get("input_ids")

@@ -17,7 +17,7 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration import KimiK3Config, KimiLinearConfig
 from ..errors import ConfigError, ShapeError
 from .generation import KimiGenerationMixin
-from .media_inputs import MediaGenerationMixin
+from .media_inputs import MediaGenerationMixin, refuse_orphans, remember_images
 from .modeling_kimi_linear import KimiLinearForCausalLM, KimiLinearModel, KimiLinearPreTrainedModel
 from .vision import KimiK3PatchMergerV2, KimiK3VisionModel, MergedInputs, merge_media
 
@@ -85,6 +85,8 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
         grid_thws: Tensor | None,
         attention_mask: Tensor | dict | None,
         labels: Tensor | None,
+        past_key_values=None,
+        check_placeholders: bool = True,
     ) -> MergedInputs:
         """Embed the tokens and put image features in place of their placeholders, see `vision/merge.py`."""
         if (input_ids is None) == (inputs_embeds is None):
@@ -94,6 +96,8 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if pixel_values is None:
+            if input_ids is not None and check_placeholders:
+                refuse_orphans(input_ids, self.config.media_placeholder_token_id, past_key_values)
             return MergedInputs(inputs_embeds, attention_mask, None, labels)
         if input_ids is None:
             input_ids = self.placeholders_in(inputs_embeds)
@@ -117,6 +121,10 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
                 "lengths agree; expand them with kimi_hf.modeling.vision.expand_placeholders"
             )
         return merged._replace(attention_mask=attention_mask)
+
+    def _remember(self, out: MoeModelOutputWithPast, grid_thws: Tensor | None, merged: MergedInputs) -> None:
+        kernel = self.config.vision_config.merge_kernel_size
+        remember_images(out.past_key_values, grid_thws, kernel, merged.inputs_embeds.shape[0])
 
 
 class KimiK3TextStack(KimiLinearPreTrainedModel):
@@ -158,11 +166,21 @@ class KimiK3Model(KimiK3PreTrainedModel):
         past_key_values=None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        check_placeholders: bool = True,
         **kwargs,
     ) -> MoeModelOutputWithPast:
         """As `KimiK3ForConditionalGeneration.forward`, without labels and logits."""
-        merged = self.merge_inputs(input_ids, inputs_embeds, pixel_values, grid_thws, attention_mask, None)
-        return self.language_model(
+        merged = self.merge_inputs(
+            input_ids,
+            inputs_embeds,
+            pixel_values,
+            grid_thws,
+            attention_mask,
+            None,
+            past_key_values,
+            check_placeholders,
+        )
+        out = self.language_model(
             inputs_embeds=merged.inputs_embeds,
             attention_mask=merged.attention_mask,
             position_ids=position_ids if merged.position_ids is None else None,
@@ -170,6 +188,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
+        self._remember(out, grid_thws, merged)
+        return out
 
 
 class KimiK3ForConditionalGeneration(MediaGenerationMixin, KimiK3PreTrainedModel, KimiGenerationMixin, GenerationMixin):
@@ -213,6 +233,7 @@ class KimiK3ForConditionalGeneration(MediaGenerationMixin, KimiK3PreTrainedModel
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        check_placeholders: bool = True,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
         """Logits, and the loss when `labels` are given.
@@ -222,17 +243,27 @@ class KimiK3ForConditionalGeneration(MediaGenerationMixin, KimiK3PreTrainedModel
             pixel_values: (N, 3, P, P), the patches of all images. grid_thws: (M, 3), their (t, h, w).
             attention_mask: (B, T) or, in a continued forward, (B, past + T).
             labels: (B, T); padding and image positions are ignored.
+            check_placeholders: refuse placeholders that come without images; `generate` turns it off after the prompt.
         Returns:
             Logits over the merged length L: T plus what the images take beyond their placeholders.
         Raises:
-            MediaError: placeholders and images that do not match; the message says which image.
+            MediaError: placeholders and images that do not match, or placeholders without images; it says which.
             ShapeError, CacheError: as `KimiLinearModel.forward`.
         """
-        merged = self.merge_inputs(input_ids, inputs_embeds, pixel_values, grid_thws, attention_mask, labels)
+        merged = self.merge_inputs(
+            input_ids,
+            inputs_embeds,
+            pixel_values,
+            grid_thws,
+            attention_mask,
+            labels,
+            past_key_values,
+            check_placeholders,
+        )
         labels, mask = merged.labels, merged.attention_mask
         if labels is not None and isinstance(mask, Tensor) and mask.ndim == 2:
             labels = labels.masked_fill(mask[:, -labels.shape[1] :] == 0, self.config.ignore_index)
-        return self.language_model(
+        out = self.language_model(
             inputs_embeds=merged.inputs_embeds,
             attention_mask=mask,
             position_ids=position_ids if merged.position_ids is None else None,
@@ -242,3 +273,5 @@ class KimiK3ForConditionalGeneration(MediaGenerationMixin, KimiK3PreTrainedModel
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+        self._remember(out, grid_thws, merged)
+        return out

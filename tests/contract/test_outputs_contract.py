@@ -228,7 +228,7 @@ def test_embeddings_can_be_read_and_replaced(tiny):
     head = torch.nn.Linear(HIDDEN, 10, bias=False)
     model.set_output_embeddings(head)
     assert model.get_output_embeddings() is head
-    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 10)
+    assert model(torch.tensor([[1, 2, 4]])).logits.shape == (1, 3, 10)
 
 
 def test_every_tensor_of_a_module_is_a_parameter_or_buffer(tiny):
