@@ -68,3 +68,13 @@ def check_counts(wanted: list[int], medias: Any, found: int) -> None:
                     f"text {index} holds {count} times {IMAGE_PLACEHOLDER}, but comes with {len(flatten_media(own))} "
                     "images"
                 )
+
+
+def opened_before(ids: Sequence[int], cut: int, begin: int | None, end: int | None) -> int | None:
+    """Where the image prompt begins that stands on both sides of a cut before `ids[cut]`; None if there is none."""
+    for at in range(min(cut, len(ids)) - 1, -1, -1):
+        if ids[at] == end:
+            return None
+        if ids[at] == begin:
+            return at
+    return None

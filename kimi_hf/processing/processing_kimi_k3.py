@@ -19,14 +19,21 @@ from transformers.processing_utils import MultiModalData, ProcessorMixin
 from ..errors import MediaError, ShapeError
 from .chat_encoding import IMAGE_PLACEHOLDER, Segment
 from .image_processing_kimi_k3 import KimiK3ImagesKwargs, KimiK3VisionProcessor
-from .media_text import check_counts, conversation_images, is_conversation, is_placeholder, text_segments
+from .media_text import (
+    check_counts,
+    conversation_images,
+    is_conversation,
+    is_placeholder,
+    opened_before,
+    text_segments,
+)
 from .rendered_chat import RenderedChat
 
 if TYPE_CHECKING:
     from .tokenization_kimi import TikTokenTokenizer
 
-MEDIA_PAD = "<|media_pad|>"
-IMAGE_PROMPT = f"<|media_begin|>image {{width}}x{{height}}<|media_content|>{MEDIA_PAD}<|media_end|>"
+MEDIA_PAD, MEDIA_BEGIN, MEDIA_END = "<|media_pad|>", "<|media_begin|>", "<|media_end|>"
+IMAGE_PROMPT = f"{MEDIA_BEGIN}image {{width}}x{{height}}<|media_content|>{MEDIA_PAD}{MEDIA_END}"
 
 _PADDING = ("padding", "max_length", "pad_to_multiple_of", "padding_side", "truncation")
 _TEXT = ("allow_special_tokens", "split_special_tokens")
@@ -109,7 +116,7 @@ class KimiK3Processor(ProcessorMixin):
             medias: the released name of `images`.
             expand_placeholders: for this call; None is what the processor was built with.
             return_tensors: "pt" (as the release), "np", or None for lists.
-            kwargs: `padding` (default: to the longest row), `max_length`, `truncation` (never through an image),
+            kwargs: `padding` (default: to the longest row), `max_length` and `truncation` (never through an image),
                 `padding_side`, `pad_to_multiple_of`; with messages the options of the tokenizer's
                 `apply_chat_template` (`tools`, `thinking`, `thinking_effort`, `add_generation_prompt`,
                 `return_assistant_tokens_mask`, ...); settings of the image processor for this call.
@@ -312,17 +319,20 @@ class KimiK3Processor(ProcessorMixin):
         return dict(self.tokenizer.pad(columns, padding=padding, **keywords)) if rows else columns
 
     def _truncate(self, rows: list[dict], counts: list[int], limit: int) -> None:
-        """Shorten rows in place, never through an image. counts: `<|media_pad|>` tokens of each image."""
+        """Shorten rows in place, never through an image or its prompt. counts: `<|media_pad|>` tokens of each image."""
         pad = self.image_token_id if counts else None
+        begin, end = (self.tokenizer.added_tokens_encoder.get(token) for token in (MEDIA_BEGIN, MEDIA_END))
         left = getattr(self.tokenizer, "truncation_side", "right") == "left"
         ends, before = list(accumulate(counts)), 0
         for index, row in enumerate(rows):
             ids = row["input_ids"]
             excess = max(0, len(ids) - limit)
-            kept = slice(excess, None) if left else slice(0, limit)
+            cut = excess if left else len(ids) - excess
+            kept = slice(cut, None) if left else slice(0, cut)
             here = ids.count(pad)
-            if ids[kept].count(pad) != here:
-                first_lost = before if left else before + ids[kept].count(pad)
+            opened = opened_before(ids, cut, begin, end) if counts and excess else None
+            if ids[kept].count(pad) != here or opened is not None:
+                first_lost = before if left else before + ids[: cut if opened is None else opened].count(pad)
                 raise MediaError(
                     f"max_length {limit} cuts away tokens of image {bisect_right(ends, first_lost) + 1} of "
                     f"{len(counts)} (row {index} of the batch has {len(ids)} tokens); allow more, or shrink the images "

@@ -11,7 +11,7 @@ from kimi_hf.errors import ChatError, MediaError, ShapeError
 from kimi_hf.processing.chat_encoding import IMAGE_PLACEHOLDER
 from kimi_hf.processing.image_plan import RELEASED_MEDIA_PROC_CFG
 from kimi_hf.processing.image_processing_kimi_k3 import KimiK3VisionProcessor
-from kimi_hf.processing.processing_kimi_k3 import KimiK3Processor
+from kimi_hf.processing.processing_kimi_k3 import MEDIA_BEGIN, KimiK3Processor
 from kimi_hf.processing.tokenization_kimi import TikTokenTokenizer
 
 from .vocabulary import write_folder
@@ -258,11 +258,35 @@ def test_truncation_never_cuts_an_image(processor):
     last = len(full) - 1 - full[::-1].index(processor.image_token_id)
     cut = processor(text=text, images=images, truncation=True, max_length=last + 2)
     assert cut["input_ids"][0].tolist() == full[: last + 2]
-    with pytest.raises(MediaError, match=f"max_length {last} cuts away tokens of image 2 of 2"):
-        processor(text=text, images=images, truncation=True, max_length=last)
+    first, second = (
+        at for at, token in enumerate(full) if token == processor.tokenizer.convert_tokens_to_ids(MEDIA_BEGIN)
+    )
+    for length in range(first + 1, last + 2):  # at every place inside either of the two prompts, but for between them
+        if length == second:
+            continue
+        which = 1 if length < second else 2
+        with pytest.raises(MediaError, match=f"max_length {length} cuts away tokens of image {which} of 2"):
+            processor(text=text, images=images, truncation=True, max_length=length)
     with pytest.raises(MediaError, match="cuts away tokens of image 1 of 2"):
         processor(text=text, images=images, truncation=True, max_length=3, expand_placeholders=False)
+    with pytest.raises(MediaError, match="cuts away tokens of image 2 of 2"):  # whole, but all of it
+        processor(text=text, images=images, truncation=True, max_length=second)
     assert processor(text="many words here", truncation=True, max_length=2)["input_ids"].shape == (1, 2)
+
+
+def test_truncation_on_the_left_keeps_images_whole(tokenizer_folder):
+    processor = KimiK3Processor(
+        KimiK3VisionProcessor(), TikTokenTokenizer.from_pretrained(tokenizer_folder, truncation_side="left")
+    )
+    chats = [[user("words " * 20), user("before", picture(WIDE))], [user("Hi")]]
+    rows = processor(messages=chats, return_tensors=None)["input_ids"]
+    begin = rows[0].index(processor.tokenizer.convert_tokens_to_ids(MEDIA_BEGIN))
+    fits = len(rows[0]) - begin
+    cut = processor(messages=chats, truncation=True, max_length=fits, return_tensors=None)["input_ids"]
+    assert cut == [rows[0][begin:], rows[1][-fits:]]
+    for lost in (1, 3, 5, fits - 1):
+        with pytest.raises(MediaError, match=r"cuts away tokens of image 1 of 1 \(row 0"):
+            processor(messages=chats, truncation=True, max_length=fits - lost)
 
 
 def test_sizes_for_servers(processor):
