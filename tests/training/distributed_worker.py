@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
@@ -68,19 +70,20 @@ def through_trainer(folder, name, **arguments):
         labels[: i % 4 * 2] = -100
         data.append({"input_ids": row, "labels": labels})
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    settings = TrainingArguments(
-        str(Path(folder, name)),
-        per_device_train_batch_size=ROWS // processes,
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **arguments,
-    )
+    chosen = {
+        "per_device_train_batch_size": ROWS // processes,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    settings = TrainingArguments(str(Path(folder, name)), **{**chosen, **arguments})
+    if settings.fsdp:
+        allow_fsdp_on_cpu(settings)
     trainer = Trainer(model=model, args=settings, train_dataset=data, callbacks=[RouterBalanceCallback()])
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -88,6 +91,16 @@ def through_trainer(folder, name, **arguments):
         "losses": [entry["loss"] for entry in logs],
         "loads": [entry["router/load_max_over_mean"] for entry in logs],
     }
+
+
+def allow_fsdp_on_cpu(settings):
+    """Let accelerate's own FSDP2 run over gloo; without this it ignores the setting on a CPU and wraps the model in DDP.
+
+    `AcceleratorState` turns FSDP on only where the processes are of a kind it lists, and MULTI_CPU is not in that list.
+    Device and backend are settled by then (cpu, gloo), so naming another kind changes nothing else.
+    """
+    assert settings.device.type == "cpu" and dist.get_backend() == "gloo"
+    PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
 def run_one(folder):
@@ -109,6 +122,20 @@ def run_ddp(folder):
     trainer, result = through_trainer(folder, "ddp", ddp_backend="gloo")
     result["wrapped"] = type(trainer.model_wrapped).__name__
     return trainer.model, result
+
+
+def run_accelerate(folder):
+    """FSDP2 through accelerate: a sharded checkpoint as the Trainer writes it, and the weights gathered and saved whole."""
+    config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    trainer, result = through_trainer(
+        folder, "accelerate", ddp_backend="gloo", fsdp=True, fsdp_config=config, save_strategy="steps", save_steps=STEPS
+    )
+    model, whole = trainer.model, trainer.accelerator.get_state_dict(trainer.model)
+    result["sharded"] = sum(isinstance(p, DTensor) for p in model.parameters())
+    result["wrapped"] = [base.__name__ for base in type(trainer.model_wrapped).__mro__]
+    released = Path(folder, "accelerate", "released")
+    model.save_pretrained(released, is_main_process=dist.get_rank() == 0, state_dict=whole)
+    return model, result
 
 
 def sharded(folder, name, checkpoint="model", **config):

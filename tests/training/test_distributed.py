@@ -5,15 +5,18 @@ All scenarios run in one pair of processes (`distributed_worker.py`), since star
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
 
 import kimi_hf
+from kimi_hf.cli import main as command_line
 from kimi_hf.errors import ConfigError
 from kimi_hf.quantization import quantize
 
@@ -23,6 +26,7 @@ from .models import tiny_model
 # scenario: what one process did that it must equal
 EQUALS = {
     "ddp": "one_trainer",
+    "accelerate": "one_trainer",
     "tensor": "one",
     "expert": "one",
     "sharded_data": "one",
@@ -77,6 +81,9 @@ def test_two_processes_equal_one(name, outcomes):
     assert all(bias.abs().sum() > 0 for bias in biases), "router balance moved the biases, alike in both"
     if name == "ddp":
         assert result["wrapped"] == "DistributedDataParallel"
+    if name == "accelerate":
+        assert "FSDPModule" in result["wrapped"] and "DistributedDataParallel" not in result["wrapped"]
+    if EQUALS[name] == "one_trainer":
         assert result["loads"] == pytest.approx(expected_result["loads"], abs=1e-6)
     if "data" not in name:  # those log each process's own share
         assert result["losses"] == pytest.approx(expected_result["losses"], abs=1e-4)
@@ -93,6 +100,18 @@ def test_split_weights_are_saved_whole_in_the_released_layout(name, outcomes):
     model = kimi_hf.KimiLinearForCausalLM.from_pretrained(outcomes / name / "released", dtype=torch.float32)
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, tensors[key], atol=0, rtol=0, msg=key)
+
+
+def test_a_sharded_checkpoint_of_accelerate_is_consolidated_into_the_released_layout(outcomes, tmp_path):
+    checkpoint = outcomes / "accelerate" / "checkpoint-3"
+    merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
+    shutil.copy(outcomes / "model" / "config.json", tmp_path / "merged")
+    assert command_line(["convert", str(tmp_path / "merged"), str(tmp_path / "released"), "--to", "released"]) == 0
+    written = load_file(tmp_path / "released" / "model.safetensors")
+    whole = load_file(outcomes / "accelerate" / "released" / "model.safetensors")
+    assert set(written) == set(whole)
+    for key, value in whole.items():
+        torch.testing.assert_close(written[key], value, atol=0, rtol=0, msg=key)
 
 
 @pytest.mark.parametrize("name", REFUSED)
