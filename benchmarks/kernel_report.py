@@ -40,7 +40,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Row:
-    """One compiled kernel. `spills` is bytes of stack on NVIDIA, spilled vector and scalar registers on AMD."""
+    """One compiled kernel. `spills` is bytes of memory a thread needs for what its registers do not hold (NVIDIA's
+    stack, AMD's private segment)."""
 
     case: str
     kernel: str
@@ -76,8 +77,8 @@ def compile_launch(launch: Launch, target: str) -> Row:
     if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         count = {name: int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in
-                 ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")}  # fmt: skip
-        registers, spills = count["vgpr_count"], count["vgpr_spill_count"] + count["sgpr_spill_count"]
+                 ("vgpr_count", "private_segment_fixed_size")}  # fmt: skip
+        registers, spills = count["vgpr_count"], count["private_segment_fixed_size"]
     else:
         text = compiled.asm["ptx"]
         registers, spills = _nvidia_resources(compiled.asm["cubin"])

@@ -31,13 +31,15 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 class Config:
     """One named way to compile a kernel. The first configuration of a kernel is its default.
 
-    `constants` are the kernel's block sizes; `name` is what the tuning table stores.
+    `constants` are the kernel's block sizes; `name` is what the tuning table stores; `suits` are the kinds of call
+    ("hip", "fp32", ...) that it is the default of instead.
     """
 
     name: str
     constants: Mapping[str, int] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
+    suits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,17 +101,17 @@ def _device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def choose(kernel: Any, configs: tuple[Config, ...], key: str, device: torch.device, *, narrow: bool = False) -> Config:
-    """The configuration to launch: forced, else the shipped tuning table's for this device and key, else the first.
+def choose(kernel: Any, configs: tuple[Config, ...], key: str, device: torch.device, *, kind: str = "") -> Config:
+    """The configuration to launch: forced, else the shipped tuning table's for this device and key, else the default.
 
-    `narrow` takes the last one for default: the smallest, where registers are short (fp32 operands, AMD).
+    The default is the first that suits this `kind` of call, else the first of all.
     """
     seen_choices[kernel.__name__] = configs, key
     name = _forced.get(kernel.__name__)
     if name is None and device.type == "cuda":
         name = tuned_table().get(_device_name(device.index or 0), {}).get(f"{kernel.__name__}/{key}")
     if name is None:
-        return configs[-1 if narrow else 0]
+        return next((config for config in configs if kind in config.suits), configs[0])
     for config in configs:
         if config.name == name:
             return config

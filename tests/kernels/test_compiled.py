@@ -51,7 +51,7 @@ def experts_call():
 
 @pytest.mark.parametrize("make", [kda_call, experts_call])
 def test_with_gradients(make, monkeypatch):
-    monkeypatch.setattr("kimi_hf.ops.kda.kernels.CHUNK", 16)
+    monkeypatch.setattr("kimi_hf.ops.kda.kernels.FP32_CHUNK", 16)
     run, tensors = make()
     results = []
     for call in (whole_graph(run), run):

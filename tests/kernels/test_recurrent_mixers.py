@@ -21,7 +21,8 @@ PACKED = [0, 3, 3, 20, 37]  # an empty sequence, and lengths around a chunk of 1
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Chunks of 16 tokens: many chunks, and every boundary, from few tokens."""
-    monkeypatch.setattr("kimi_hf.ops.kda.kernels.CHUNK", 16)
+    for name in ("CHUNK", "FP32_CHUNK"):
+        monkeypatch.setattr(f"kimi_hf.ops.kda.kernels.{name}", 16)
 
 
 @pytest.fixture
@@ -53,7 +54,8 @@ def both(operation, **options):
     )
 
 
-def test_kda_bounded_gate_over_two_chunks_of_64(segments):
+def test_kda_bounded_gate_over_two_chunks_of_64(segments, monkeypatch):
+    monkeypatch.setattr("kimi_hf.ops.kda.kernels.FP32_CHUNK", 64)  # the length for 16 bits, where errors show
     tensors = kda_tensors(1, 70, 1, 24, 20, sequences=1, slow=True)
     agree(*both(kda, lower_bound=-5.0, output_final_state=True), tensors, **EXACT)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kimi_hf.ops import checks
 from kimi_hf.ops.kda.kernels_backward import run_backward
-from kimi_hf.ops.kda.kernels_forward import CHUNK, Rule, Sizes, run_chunks, run_output
+from kimi_hf.ops.kda.kernels_forward import CHUNK, FP32_CHUNK, Rule, Sizes, run_chunks, run_output
 from kimi_hf.ops.kda.kernels_recurrent import FEW_TOKENS, run_recurrent
 from kimi_hf.ops.kernels_common import contiguous
 from kimi_hf.ops.registered import registered
@@ -134,13 +134,13 @@ def run_rule(
     cu_seqlens: Tensor | None,
     inplace_state: bool,
     output_dtype: torch.dtype | None = None,
-    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] in v.dtype (or `output_dtype`) and the final state [N, H, K, V] in fp32 or None, for any `Rule`.
 
     Values of another type than q's are computed in q's.
     """
-    constants = (*astuple(rule), scale, lower_bound, output_dtype or v.dtype, chunk or CHUNK)
+    chunk = FP32_CHUNK if q.dtype == torch.float32 else CHUNK
+    constants = (*astuple(rule), scale, lower_bound, output_dtype or v.dtype, chunk)
     inputs = (q, k.to(q.dtype), v.to(q.dtype), g, beta, A_log, dt_bias, initial_state)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     few = q.shape[1] <= (FEW_TOKENS if cu_seqlens is None else max(FEW_TOKENS, 2 * sequences))

@@ -33,27 +33,28 @@ from kimi_hf.ops.kda.kernels_common import (
     segment_exponent,
     sequence_of,
 )
-from kimi_hf.ops.kda.kernels_forward import Chunks, Rule, Sizes, chunk_decay
+from kimi_hf.ops.kda.kernels_forward import NARROW, Chunks, Rule, Sizes, chunk_decay
 from kimi_hf.ops.kernels_common import Config, cdiv, choose, launch, softplus, wide
 
 STATE_GRAD = (
     Config("v32_w4", {"BV": 32}, num_warps=4, num_stages=1),
     Config("v64_w8", {"BV": 64}, num_warps=8, num_stages=1),
-    Config("v16_w8", {"BV": 16}, num_warps=8, num_stages=1),
+    Config("v16_w8", {"BV": 16}, num_warps=8, num_stages=1, suits=NARROW),
 )
 VALUE_GRAD = (
     Config("v32_w8", {"BV": 32}, num_warps=8, num_stages=1),
     Config("v64_w8", {"BV": 64}, num_warps=8, num_stages=1),
-    Config("v16_w8", {"BV": 16}, num_warps=8, num_stages=1),
+    Config("v16_w8", {"BV": 16}, num_warps=8, num_stages=1, suits=NARROW),
 )
 KEY_GRAD = (
     Config("k32v64_w8", {"BK": 32, "BV": 64}, num_warps=8, num_stages=1),
     Config("k64v32_w8", {"BK": 64, "BV": 32}, num_warps=8, num_stages=1),
-    Config("k16v32_w8", {"BK": 16, "BV": 32}, num_warps=8, num_stages=1),
+    Config("k16v32_w8", {"BK": 16, "BV": 32}, num_warps=8, num_stages=1, suits=NARROW),
 )
 SCORE_GRAD = (
     Config("k16_w8", {"BK": 16}, num_warps=8, num_stages=1),
-    Config("k32_w8", {"BK": 32}, num_warps=8, num_stages=1),
+    Config("k32_w8", {"BK": 32}, num_warps=8, num_stages=1, suits=("headwise",)),
+    Config("k16_w4", {"BK": 16}, num_warps=4, num_stages=1, suits=("hip",)),
 )
 INPUT_GRAD = (Config("k64_w8", {"BK": 64}, num_warps=8, num_stages=1),)
 
@@ -526,7 +527,7 @@ def run_backward(
 
     dd, dstates = s.empty(*v.shape), s.empty(s.chunks, s.H, s.K, s.V)
     dinitial = None if initial is None else s.empty(*initial.shape, dtype=initial.dtype)
-    config = choose(chunk_state_grad_kernel, STATE_GRAD, s.key, s.device, narrow=s.narrow)
+    config = choose(chunk_state_grad_kernel, STATE_GRAD, s.key, s.device, kind=s.kind)
     launch(
         chunk_state_grad_kernel, (s.sequences * s.H * cdiv(s.V, config.constants["BV"]),), config, s.device,
         **everywhere, **s.products, q_ptr=c.q_out, k_ptr=c.k_out, w_ptr=c.w, b_ptr=c.b, scores_ptr=c.scores, do_ptr=do,
@@ -543,7 +544,7 @@ def run_backward(
         dbeta_mapped = s.empty(s.tokens, s.H, dtype=fp32)
         dv, dbeta = s.empty(*v.shape), s.empty(*beta.shape, dtype=beta.dtype)
     launch(
-        chunk_value_grad_kernel, grid, choose(chunk_value_grad_kernel, VALUE_GRAD, s.key, s.device, narrow=s.narrow), s.device,
+        chunk_value_grad_kernel, grid, choose(chunk_value_grad_kernel, VALUE_GRAD, s.key, s.device, kind=s.kind), s.device,
         **by_chunk, **s.products, **delta, v_ptr=v, beta_ptr=beta, u_ptr=c.u, d_ptr=c.d, inverse_ptr=c.inverse,
         do_ptr=do, dd_ptr=dd, dscores_ptr=dscores, dA_part_ptr=dA_part, dv_ptr=dv, dbeta_ptr=dbeta_mapped, V=s.V,
     )  # fmt: skip
@@ -553,13 +554,13 @@ def run_backward(
     inputs = {"q_ptr": q, "k_ptr": k, "beta_ptr": beta}
     grads = {"dA_ptr": dA, "dq_ptr": dq_mapped, "dk_ptr": dk_mapped, "dg_ptr": dg_mapped, "dbeta_ptr": dbeta_mapped}
     launch(
-        chunk_key_grad_kernel, grid, choose(chunk_key_grad_kernel, KEY_GRAD, s.key, s.device, narrow=s.narrow), s.device,
+        chunk_key_grad_kernel, grid, choose(chunk_key_grad_kernel, KEY_GRAD, s.key, s.device, kind=s.kind), s.device,
         **by_chunk, **s.products, **delta, **mapping, **inputs, **grads, dA_part_ptr=dA_part, b_ptr=c.b, w_ptr=c.w, d_ptr=c.d,
         inverse_ptr=c.inverse, states_ptr=c.states, dstates_ptr=dstates, do_ptr=do, dd_ptr=dd, K=s.K, V=s.V,
         DECAY=rule.decay, SHARES=s.solve,
     )  # fmt: skip
     launch(
-        chunk_score_grad_kernel, grid, choose(chunk_score_grad_kernel, SCORE_GRAD, s.key, s.device), s.device,
+        chunk_score_grad_kernel, grid, choose(chunk_score_grad_kernel, SCORE_GRAD, s.key, s.device, kind=s.kind), s.device,
         **by_chunk, **s.products, **delta, **mapping, **inputs, **grads, b_ptr=c.b, dscores_ptr=dscores, K=s.K,
         DECAY=rule.decay, LEVELS=s.levels, LOWEST=s.lowest, SHARES=s.solve,
     )  # fmt: skip

@@ -50,17 +50,21 @@ from kimi_hf.ops.kernels_common import (
 )
 
 CHUNK = 64
+FP32_CHUNK = 32  # fp32 operands are split into three, and registers hold half as many tokens
+# Kinds of calls with default configurations of their own; see `_kind`.
+NARROW = ("hip", "fp32", "wide")
 PREPARE = (Config("k64_w4", {"BK": 64}, num_warps=4, num_stages=1),)
 INTRA = (
     Config("k32v64_w8", {"BK": 32, "BV": 64}, num_warps=8, num_stages=1),
     Config("k64v64_w8", {"BK": 64, "BV": 64}, num_warps=8, num_stages=1),
-    Config("k16v32_w4", {"BK": 16, "BV": 32}, num_warps=4, num_stages=1),
-    Config("k16v32_w8", {"BK": 16, "BV": 32}, num_warps=8, num_stages=1),
+    Config("k16v32_w4", {"BK": 16, "BV": 32}, num_warps=4, num_stages=1, suits=("hip",)),
+    Config("k16v32_w8", {"BK": 16, "BV": 32}, num_warps=8, num_stages=1, suits=("fp32", "wide")),
 )
 STATE = (
     Config("v32_w4", {"BV": 32}, num_warps=4, num_stages=2),
     Config("v64_w8", {"BV": 64}, num_warps=8, num_stages=2),
-    Config("v16_w4", {"BV": 16}, num_warps=4, num_stages=1),
+    Config("v16_w4", {"BV": 16}, num_warps=4, num_stages=1, suits=("hip", "wide")),
+    Config("v16_w8", {"BV": 16}, num_warps=8, num_stages=1, suits=("fp32",)),
 )
 OUTPUT = (
     Config("k64v64_w4", {"BK": 64, "BV": 64}, num_warps=4, num_stages=2),
@@ -86,6 +90,17 @@ class Rule:
     sigmoid_beta: bool
 
 
+def _kind(dtype: torch.dtype, K: int, rule: Rule) -> str:
+    """What decides the default configurations: the scarcest register budget first."""
+    if on_hip():
+        return "hip"
+    if dtype == torch.float32:
+        return "fp32"
+    if K > 128:
+        return "wide"
+    return "" if rule.decay == "channel" else "headwise"
+
+
 class Sizes:
     """Sizes, launch arguments and compile-time constants that all kernels of one call share."""
 
@@ -100,8 +115,8 @@ class Sizes:
         by_segment = rule.gate == "bounded" and lower_bound >= SEGMENT_BOUND and q.dtype in SEGMENT_DTYPES
         self.lowest = SEGMENT.value.bit_length() - 1 if by_segment else 0  # log2 of the segments the levels leave
         self.levels = chunk.bit_length() - 1 - self.lowest
-        self.narrow = q.dtype == torch.float32 or self.K > 128 or on_hip()  # short of registers
-        self.key = f"{q.dtype}/K{self.BK_ALL}V{next_power_of_2(self.V)}"
+        self.kind = _kind(q.dtype, self.K, rule)
+        self.key = f"{q.dtype}/K{self.BK_ALL}V{next_power_of_2(self.V)}/{rule.decay}"
         self.precision, self.dt = fp32_precision(q.device), dot_dtype(q.dtype)
         # Scores of 16-bit q and k are good to 2^-9 at best, and the inverse is rounded to 16 bits after: one tf32
         # product, good to 2^-11, costs no accuracy there. fp32 keeps the exact one.
@@ -440,7 +455,7 @@ def run_chunks(
     scores = s.empty(s.tokens, s.H, s.chunk)
     inverse = s.empty(s.tokens, s.H, s.chunk) if rule.delta and keep_inverse else None
     launch(
-        chunk_intra_kernel, (s.chunks * s.H,), choose(chunk_intra_kernel, INTRA, s.key, device, narrow=s.narrow), device,
+        chunk_intra_kernel, (s.chunks * s.H,), choose(chunk_intra_kernel, INTRA, s.key, device, kind=s.kind), device,
         **s.where, **s.owner, **s.place, **s.products,
         q_ptr=q, k_ptr=k, v_ptr=v, beta_ptr=beta, b_ptr=b, q_inverse_ptr=norms[0], k_inverse_ptr=norms[1], scale=scale,
         q_out_ptr=q_out, k_out_ptr=k_out, w_ptr=w, u_ptr=u, scores_ptr=scores, inverse_ptr=inverse,
@@ -448,7 +463,7 @@ def run_chunks(
         LEVELS=s.levels, LOWEST=s.lowest, SOLVE=s.solve,
     )  # fmt: skip
     states = s.empty(s.chunks, s.H, s.K, s.V)
-    config = choose(chunk_state_kernel, STATE, s.key, device, narrow=s.narrow)
+    config = choose(chunk_state_kernel, STATE, s.key, device, kind=s.kind)
     launch(
         chunk_state_kernel, (s.sequences * s.H * cdiv(s.V, config.constants["BV"]),), config, device,
         **s.where, **s.place, **s.products,

@@ -24,6 +24,7 @@ from kimi_hf.ops.kernels_common import (
     fp32_precision,
     launch,
     next_power_of_2,
+    on_hip,
     wide,
 )
 
@@ -31,6 +32,7 @@ SPLIT = (
     Config("h32s32_w8", {"BH": 32, "BS": 32}, num_warps=8, num_stages=2),
     Config("h16s32_w4", {"BH": 16, "BS": 32}, num_warps=4, num_stages=2),
     Config("h64s32_w8", {"BH": 64, "BS": 32}, num_warps=8, num_stages=2),
+    Config("h32s32_w4", {"BH": 32, "BS": 32}, num_warps=4, num_stages=1, suits=("hip",)),
 )
 MERGE = Config("w4", num_warps=4, num_stages=1)
 PROGRAMS = 264  # wanted in the split pass: two for each of a large GPU's 132 processors
@@ -155,7 +157,7 @@ def absorbed_attention(
     B, T, A, R = q.shape
     S, P, device = latent.shape[1], q_rope.shape[-1], q.device
     rows = B * T
-    config = choose(latent_split_kernel, SPLIT, f"{q.dtype}/R{R}", device)
+    config = choose(latent_split_kernel, SPLIT, f"{q.dtype}/R{R}", device, kind="hip" if on_hip() else "")
     groups = cdiv(A, config.constants["BH"])
     ranges = max(1, min(cdiv(PROGRAMS, max(1, rows * groups)), cdiv(S, LEAST_KEYS)))
     range_keys = cdiv(cdiv(S, ranges), config.constants["BS"]) * config.constants["BS"]
