@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MediaError
+from ..errors import MediaError, ShapeError
 from .vision import expand_placeholders
 
 
@@ -76,6 +76,10 @@ class MediaGenerationMixin:
         What comes back begins with the prompt exactly as it was given.
         """
         grids = kwargs.get("grid_thws")
+        if (grids is None) != (kwargs.get("pixel_values") is None):
+            raise ShapeError("give pixel_values and grid_thws together; the image processor returns both")
+        if grids is not None and not isinstance(grids, Tensor):
+            grids = kwargs["grid_thws"] = torch.as_tensor(grids, device=kwargs["pixel_values"].device).reshape(-1, 3)
         ids = kwargs.get("input_ids", inputs)
         if ids is not None and grids is None:
             self._check_remembered_images(ids, kwargs.get("past_key_values"), kwargs.get("attention_mask"))

@@ -139,6 +139,28 @@ def test_beams_with_images(model, batch, cached):
     assert torch.equal(greedy(model, **inputs(batch, "_expanded"), **options)[:, 12:], together[:, 9:])
 
 
+def test_other_ways_of_generating_say_the_same(model, batch):
+    wanted = greedy(model, **row(batch, 1))
+    ids, images = row(batch, 1)["input_ids"], {name: row(batch, 1)[name] for name in ("pixel_values", "grid_thws")}
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(greedy(model, inputs_embeds=embeds, **images), wanted[:, ids.shape[1] :])
+    listed = {**images, "grid_thws": images["grid_thws"].tolist()}
+    for options in (
+        {**images, "cache_implementation": "static"},
+        {**images, "use_cache": False},
+        {**images, "assistant_model": model},
+        {**images, "prompt_lookup_num_tokens": 2},
+        listed,
+    ):
+        assert torch.equal(greedy(model, input_ids=ids, **options), wanted)
+    for name in images:
+        with pytest.raises(ShapeError, match="together"):
+            greedy(model, input_ids=ids, **{name: images[name]})
+    with pytest.raises(ValueError, match="[Cc]hunked prefill"):  # the library's own words: images are read in one piece
+        greedy(model, input_ids=ids, **images, prefill_chunk_size=4)
+
+
 def test_sampling_several_sequences_of_each_row(model, batch):
     options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 3, "top_k": 1}
     sampled = model.generate(**inputs(batch), **options)  # with top_k 1 the draw is the greedy token
