@@ -68,7 +68,7 @@ def _is_whole(name: str) -> bool:
 
 
 def _register_models() -> None:
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     from .checkpoint.key_maps import register_key_maps
     from .modeling.modeling_kimi_k3 import KimiK3ForConditionalGeneration, KimiK3Model
@@ -81,7 +81,8 @@ def _register_models() -> None:
     AutoModelForCausalLM.register(KimiLinearConfig, KimiLinearForCausalLM, exist_ok=True)
     AutoModel.register(KimiK3Config, KimiK3Model, exist_ok=True)
     AutoModelForCausalLM.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
-    AutoModelForImageTextToText.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
+    for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        auto_class.register(KimiK3Config, KimiK3ForConditionalGeneration, exist_ok=True)
     AutoModel.register(KimiK3VisionConfig, KimiK3VisionModel, exist_ok=True)
     AutoModel.register(LadderConfig, LadderModel, exist_ok=True)
     AutoModelForCausalLM.register(LadderConfig, LadderForCausalLM, exist_ok=True)

@@ -5,7 +5,7 @@ between segments, and with them the difference between markup and what a user wr
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import BatchEncoding
@@ -163,7 +163,7 @@ class ChatTemplateMixin(ResponseParsingMixin):
     ) -> dict[str, list[list[int]]]:
         limit = None
         if truncation not in (False, None, "do_not_truncate"):
-            limit = self.model_max_length if max_length is None else max_length
+            limit = truncation_limit(self, max_length)
         columns: dict[str, list[list[int]]] = {"input_ids": [], **({"assistant_masks": []} if masks else {})}
         for rendering in renderings:
             ids: list[int] = []
@@ -200,6 +200,8 @@ def _options(
         elif value:  # an option that is off asks for nothing
             raise ChatTypeError(f"apply_chat_template: no option {name!r}; found {value!r}, options are {[*options]}")
     options["add_generation_prompt"] = add_generation_prompt
+    if isinstance(tools, (str, Mapping)):
+        raise ChatTypeError(f"tools: found {type(tools).__name__}, expected a list of JSON schemas or functions")
     options["tools"] = None if tools is None else [_schema(tool) for tool in tools]
     if continue_final:
         field = "content" if continue_final is True else continue_final
@@ -207,8 +209,21 @@ def _options(
     return options
 
 
+def truncation_limit(tokenizer: Any, max_length: int | None) -> int:
+    """How many tokens truncation leaves.
+
+    Raises: ChatError: less than none.
+    """
+    if max_length is not None and max_length < 0:
+        raise ChatError(f"max_length: found {max_length}, expected 0 or more, or None for the tokenizer's own limit")
+    return tokenizer.model_max_length if max_length is None else max_length
+
+
 def _chats(conversation: Sequence[Any]) -> tuple[list[Any], bool]:
     """Conversations, and whether several were given; the library has an object that holds one as `messages`."""
+    conversation = getattr(conversation, "messages", conversation)
+    if not isinstance(conversation, (list, tuple)):
+        raise ChatTypeError(f"messages: found {type(conversation).__name__}, expected a list of dicts")
     batched = len(conversation) > 0 and (
         isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
     )

@@ -18,6 +18,7 @@ from transformers.processing_utils import MultiModalData, ProcessorMixin
 
 from ..errors import MediaError, ShapeError
 from .chat_encoding import IMAGE_PLACEHOLDER, Segment
+from .chat_template import truncation_limit
 from .image_processing_kimi_k3 import KimiK3ImagesKwargs, KimiK3VisionProcessor
 from .media_text import (
     check_counts,
@@ -254,7 +255,10 @@ class KimiK3Processor(ProcessorMixin):
     def _encode_texts(
         self, text: str | Sequence[str], medias: Any, options: dict[str, Any]
     ) -> tuple[list[dict], _Prepared]:
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, (list, tuple)) or not all(isinstance(row, str) for row in texts) or not texts:
+            found = [type(row).__name__ for row in texts] if isinstance(texts, (list, tuple)) else type(text).__name__
+            raise MediaError(f"text: found {found}, expected a text or a list of texts")
         prepared = self._prepare(medias, options)
         asked = {key: options.pop(key) for key in _TEXT if options.get(key) is not None}
         special = not asked.get("split_special_tokens", self.tokenizer.split_special_tokens)
@@ -304,7 +308,7 @@ class KimiK3Processor(ProcessorMixin):
     ) -> dict[str, Any]:
         limit, truncation = options.get("max_length"), options.pop("truncation", False)
         if truncation not in (False, None, "do_not_truncate"):
-            self._truncate(rows, counts, self.tokenizer.model_max_length if limit is None else limit)
+            self._truncate(rows, counts, truncation_limit(self.tokenizer, limit))
         padding = options.get("padding")
         padding = return_tensors is not None if padding is None else padding
         lengths = {len(row["input_ids"]) for row in rows}

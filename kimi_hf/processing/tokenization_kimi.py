@@ -13,6 +13,7 @@ Source: the specification, section 7.2.
 import json
 import re
 import tempfile
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,8 @@ class TikTokenTokenizer(ChatTemplateMixin, PreTrainedTokenizer):
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes that token `index` stands for; a control token stands for its name."""
+        if not isinstance(index, Integral):
+            raise KimiHfError(f"token id: found {index!r}, expected an integer")
         if 0 <= index < self._size:
             return self._bpe.tokens[index]
         token = self._added_tokens_decoder.get(index)

@@ -8,7 +8,13 @@ import textwrap
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
 
 import kimi_hf
 from kimi_hf import KimiK3Config, KimiK3ForConditionalGeneration, KimiLinearConfig, KimiLinearForCausalLM
@@ -37,7 +43,8 @@ def test_remote_code_is_neither_needed_nor_run(code, trust, repository):
     assert type(AutoConfig.from_pretrained(folder, **kwargs)) is KimiK3Config
     model = AutoModelForCausalLM.from_pretrained(folder, **kwargs)
     assert type(model) is KimiK3ForConditionalGeneration
-    assert type(AutoModelForImageTextToText.from_pretrained(folder, **kwargs)) is KimiK3ForConditionalGeneration
+    for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        assert type(auto_class.from_pretrained(folder, **kwargs)) is KimiK3ForConditionalGeneration
     assert isinstance(AutoModel.from_pretrained(folder, **kwargs), kimi_hf.KimiK3Model | KimiK3ForConditionalGeneration)
     assert model.config.auto_map == AutoConfig.from_pretrained(folder).auto_map
     assert model.config.auto_map["AutoConfig"] == "configuration_kimi_k3.KimiK3Config"

@@ -243,9 +243,15 @@ def test_options_that_mean_nothing_are_refused(tokenizer):
         ({"return_assistant_tokens_mask": True, "tokenize": False}, "needs tokenize"),
         ({"return_assistant_tokens_mask": True, "return_dict": False}, "needs tokenize"),
         ({"thinking_effort": "medium"}, "medium"),
+        ({"tools": "f"}, "tools: found str, expected a list"),
+        ({"tools": {"type": "function"}}, "tools: found dict"),
+        ({"tokenize": True, "truncation": True, "max_length": -1}, "max_length: found -1"),
     ]:
         with pytest.raises(ChatError, match=message):
             tokenizer.apply_chat_template(HI, **options)
+    for wrong in (HI[0], "hi", None):
+        with pytest.raises(TypeError, match="expected a list of dicts"):
+            tokenizer.apply_chat_template(wrong)
     with pytest.raises(ChatError, match="one by one"):
         tokenizer.apply_chat_template([HI, HI], image_prompts=[])
 

@@ -228,6 +228,9 @@ def test_spelled_placeholders_take_no_images(processor):
         ({"text": "a", "messages": [user("b")]}, "not both"),
         ({}, "nothing to process"),
         ({"text": "a", "videos": [1]}, "images only"),
+        ({"text": [1, "a"]}, r"text: found \['int', 'str'\]"),
+        ({"text": b"a"}, "text: found bytes"),
+        ({"text": []}, "text: found"),
         ({"text": "a", "thinking": True}, "thinking: not an option"),
         ({"images": [WIDE], "do_resize": True}, "do_resize: not an option"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "carries no image"),
@@ -269,6 +272,8 @@ def test_truncation_never_cuts_an_image(processor):
             processor(text=text, images=images, truncation=True, max_length=length)
     with pytest.raises(MediaError, match="cuts away tokens of image 1 of 2"):
         processor(text=text, images=images, truncation=True, max_length=3, expand_placeholders=False)
+    with pytest.raises(ChatError, match="max_length: found -1"):
+        processor(text=text, images=images, truncation=True, max_length=-1)
     with pytest.raises(MediaError, match="cuts away tokens of image 2 of 2"):  # whole, but all of it
         processor(text=text, images=images, truncation=True, max_length=second)
     assert processor(text="many words here", truncation=True, max_length=2)["input_ids"].shape == (1, 2)

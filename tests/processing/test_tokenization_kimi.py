@@ -182,6 +182,9 @@ def test_decoding_skips_control_tokens_as_released(tokenizer):
     for unknown in (712, -100):
         with pytest.raises(KimiHfError, match=f"found {unknown}, expected 0 to 711"):
             tokenizer.decode([97, unknown])
+    for wrong in ("ab", [97, 1.5], [None]):
+        with pytest.raises(KimiHfError, match="expected an integer"):
+            tokenizer.decode(wrong)
 
 
 def test_a_streaming_server_decodes_the_same_text(tokenizer):
