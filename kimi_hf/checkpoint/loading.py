@@ -85,7 +85,9 @@ def _fatal(checkpoint: Checkpoint, problems: Problems, reading: Reading) -> list
         name.endswith("lm_head.weight") for name in checkpoint.entries
     ):
         torn = [line for line in torn if "embed_tokens." not in line]  # the head stands for both
-    fatal = torn + problems.extra_experts + problems.dtypes + ([] if reading.other_shapes else problems.shapes)
+    fatal = torn + problems.dtypes
+    if not reading.other_shapes:
+        fatal += problems.extra_experts + problems.shapes
     # A tensor under a damaged name is one of the unexpected ones.
     return fatal + problems.unexpected if torn else fatal
 

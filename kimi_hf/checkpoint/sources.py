@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.utils import cached_file
 
 from ..errors import CheckpointError
 from .check import refuse_foreign
@@ -39,8 +40,8 @@ from .shards import (
 
 GIVEN = "the given state_dict"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# What `from_pretrained` knew before transformers took over: the opened folder and `key_mapping`.
-_before: ContextVar[tuple[Checkpoint | None, Mapping[str, str] | None]] = ContextVar("before", default=(None, None))
+# What `from_pretrained` knows across transformers' own code: the checkpoint, once it is open, and `key_mapping`.
+_current: ContextVar[tuple[Checkpoint | None, Mapping[str, str] | None]] = ContextVar("current", default=(None, None))
 
 
 class TensorCheckpoint(Checkpoint):
@@ -106,7 +107,7 @@ def of_files(files: Sequence[str], index: Mapping[str, Any] | None, source: obje
     Raises:
         CheckpointError: a damaged file, or an index that does not fit its shards.
     """
-    before, _ = _before.get()
+    before, _ = _current.get()
     if before is not None and _real(header.path for header in before.headers.values()) == _real(files):
         return before
     paths, folder = [Path(file) for file in files], Path(str(source))
@@ -136,13 +137,14 @@ def opened_before(source: str | os.PathLike | None, arguments: Mapping[str, Any]
             raises while it is loaded, as the same error.
     """
     checkpoint = _open_folder(source, arguments)
-    token = _before.set((checkpoint, arguments.get("key_mapping")))
+    token = _current.set((checkpoint, arguments.get("key_mapping")))
     try:
         yield
     except (SafetensorError, json.JSONDecodeError, pickle.UnpicklingError) as error:
+        _look_into_cache(source, arguments)
         raise CheckpointError(f"{source}: a file of the checkpoint is damaged ({error}); fetch it again") from error
     finally:
-        _before.reset(token)
+        _current.reset(token)
         if checkpoint is not None:
             checkpoint.close()
 
@@ -166,6 +168,19 @@ def _open_folder(source: str | os.PathLike | None, arguments: Mapping[str, Any])
     return checkpoint
 
 
+def _look_into_cache(source: str | os.PathLike | None, arguments: Mapping[str, Any]) -> None:
+    """Raise for the damaged file, by name, among those that were fetched of the repository `source`."""
+    variant, options = (
+        arguments.get("variant"),
+        {"local_files_only": True, "_raise_exceptions_for_missing_entries": False},
+    )
+    options |= {name: arguments[name] for name in ("cache_dir", "revision", "subfolder") if arguments.get(name)}
+    for name in (SINGLE_NAME, INDEX_NAME, PICKLED, PICKLED_INDEX):
+        path = cached_file(str(source), with_variant(name, variant), **options) if source is not None else None
+        if path is not None:
+            in_folder(Path(path).parent, variant, arguments.get("use_safetensors"))
+
+
 def about_to_be_read(
     state_dict: Mapping[str, Any] | None, files: Sequence[str] | None, load_config
 ) -> Checkpoint | None:
@@ -187,8 +202,15 @@ def about_to_be_read(
                 f"{', '.join(checkpoint.headers)} in {source} holds no tensors at all, so that every weight would be "
                 "random; fetch it again, or build a new model with from_config"
             )
-    _, mapping = _before.get()
-    return _renamed(checkpoint, mapping) if checkpoint is not None and mapping else checkpoint
+    _, mapping = _current.get()
+    checkpoint = _renamed(checkpoint, mapping) if checkpoint is not None and mapping else checkpoint
+    _current.set((checkpoint, mapping))
+    return checkpoint
+
+
+def being_read() -> Checkpoint | None:
+    """What the load that is going on reads, for those who find fault with it later and want to name the file."""
+    return _current.get()[0]
 
 
 def _renamed(checkpoint: Checkpoint, mapping: Mapping[str, str]) -> Checkpoint:
@@ -222,7 +244,8 @@ def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        plain = not isinstance(error, pickle.UnpicklingError)
+        told = str(error).partition(". ")[0] or "it ends early" if plain else "it is no file of plain tensors"
         raise CheckpointError(f"{path} cannot be read as a PyTorch file ({told}); fetch it again") from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a state dict")

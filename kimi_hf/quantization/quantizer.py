@@ -1,6 +1,5 @@
 """The quantizer that transformers calls for checkpoints whose experts are in MXFP4."""
 
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -9,7 +8,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
 from ..checkpoint.check import check_scales
-from ..checkpoint.shards import open_checkpoint
+from ..checkpoint.sources import being_read
 from ..errors import CheckpointError, ConfigError
 from ..modeling.disk_experts import refuse_experts_on_disk
 from ..modeling.moe import KimiExperts
@@ -19,11 +18,11 @@ from .packed_experts import KimiPackedExperts, dequantize, modules_of, remember_
 NAN_SCALE = 255
 
 
-def _refuse_nan_scales(model, name: str) -> NoReturn:
-    """Raise for a scale that is NaN, by the tensor and file that hold it if the folder is still there, else by `name`."""
-    folder = Path(model.config.name_or_path)
-    if folder.is_dir():
-        with open_checkpoint(folder) as checkpoint:
+def _refuse_nan_scales(name: str) -> NoReturn:
+    """Raise for a scale that is NaN, by the tensor and file that hold it if that is known, else by `name`."""
+    checkpoint = being_read()
+    if checkpoint is not None:
+        with checkpoint:
             check_scales(checkpoint)
     raise CheckpointError(f"{name} holds an MXFP4 scale of 255, which is NaN in E8M0; fetch the checkpoint again")
 
@@ -102,7 +101,7 @@ class KimiMxfp4Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if "_nan_scale" in model.__dict__:
-            _refuse_nan_scales(model, model.__dict__.pop("_nan_scale"))
+            _refuse_nan_scales(model.__dict__.pop("_nan_scale"))
         if self.quantization_config.dequantize:
             remember_rules(model)
             return model
@@ -110,7 +109,7 @@ class KimiMxfp4Quantizer(HfQuantizer):
             for which in ("gate_up_proj_scale", "down_proj_scale"):
                 scale: Tensor = getattr(packed, which)
                 if not scale.is_meta and bool((scale == NAN_SCALE).any()):
-                    _refuse_nan_scales(model, f"{name}.{which}")
+                    _refuse_nan_scales(f"{name}.{which}")
         return model
 
     def _dequantize(self, model, dtype=None):
