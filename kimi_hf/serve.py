@@ -37,13 +37,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete_server() -> None:
-    """Let transformers' server find our classes, see that one of them takes images, and parse their completions."""
+    """Let transformers' server find our classes, see that one of them takes images, and parse their completions.
+
+    Images come with the requests; a path in one would be a file of this machine, so none is read.
+    """
     import transformers
     from transformers.cli.serving import chat_completion, response
     from transformers.models.auto import modeling_auto
 
     import kimi_hf
 
+    from .processing import KimiK3VisionProcessor
+
+    KimiK3VisionProcessor.reads_paths = False
     for name in SERVED:
         setattr(transformers, name, getattr(kimi_hf, name))
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.setdefault("kimi_k3", SERVED[0])

@@ -64,6 +64,9 @@ class KimiK3VisionProcessor(BaseImageProcessor):
     Source: K3 specification 7.1.
     """
 
+    # Whether a text may be the path of a file. A server sets it to False, for itself alone: paths in a request are the
+    # client's, and files are not.
+    reads_paths = True
     valid_kwargs = KimiK3ImagesKwargs
     model_input_names = ["pixel_values", "grid_thws"]
 
@@ -113,6 +116,7 @@ class KimiK3VisionProcessor(BaseImageProcessor):
             max_pixels=options["max_image_pixels"],
             input_data_format=options.get("input_data_format"),
             apply_exif_orientation=options["apply_exif_orientation"],
+            reads_paths=self.reads_paths,
         )
 
     def preprocess(self, images: Any, *, return_tensors: str | None = "pt", **overrides) -> BatchFeature:

@@ -82,13 +82,14 @@ def load_images(
     max_pixels: int | None = MAX_IMAGE_PIXELS,
     input_data_format: str | None = None,
     apply_exif_orientation: bool = False,
+    reads_paths: bool = True,
 ) -> "list[Image]":
     """Load every image of `media` (nested lists allowed); see `load_image`. Errors say which image it was."""
     items = flatten_media(media)
     images = []
     for index, item in enumerate(items):
         try:
-            images.append(load_image(item, max_pixels, input_data_format, apply_exif_orientation))
+            images.append(load_image(item, max_pixels, input_data_format, apply_exif_orientation, reads_paths))
         except MediaError as error:
             raise MediaError(f"image {index + 1} of {len(items)}: {error}") from error
     return images
@@ -99,6 +100,7 @@ def load_image(
     max_pixels: int | None = MAX_IMAGE_PIXELS,
     input_data_format: str | None = None,
     apply_exif_orientation: bool = False,
+    reads_paths: bool = True,
 ) -> "Image":
     """One PIL image, in its own mode, decoded.
 
@@ -110,6 +112,8 @@ def load_image(
         input_data_format: "channels_first" or "channels_last" where the shape of an array could mean both; else
             arrays are read channels last, tensors channels first.
         apply_exif_orientation: turn the image as its EXIF tag says. The released processor does not.
+        reads_paths: whether a text may name a file. False where texts come from somebody who must not see this
+            machine's files.
 
     Raises:
         MediaError: not an image, damaged, too large, or out of range.
@@ -125,12 +129,12 @@ def load_image(
     elif hasattr(value, "detach") and hasattr(value, "numpy"):  # a torch tensor, without importing torch
         image = _from_array(_to_numpy(value), input_data_format, first=True, max_pixels=max_pixels)
     else:
-        file, name = _open(value)
+        file, name = _open(value, reads_paths)
         image = _decode(lambda: pil.Image.open(file, formats=_formats(pil)), name, max_pixels)
     return _upright(pil, image) if apply_exif_orientation else image
 
 
-def _open(value: Any) -> tuple[Any, str]:
+def _open(value: Any, reads_paths: bool) -> tuple[Any, str]:
     """A binary file for everything that is not yet pixels, and a short name of it for messages."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return io.BytesIO(bytes(value)), f"the file of {len(value)} bytes"
@@ -139,32 +143,33 @@ def _open(value: Any) -> tuple[Any, str]:
     if isinstance(value, os.PathLike):
         return _open_path(Path(value)), str(value)
     if isinstance(value, str):
-        return _open_text(value)
+        return _open_text(value, reads_paths)
     raise MediaError(
         f"cannot read an image from {type(value).__name__}; give a PIL image, an array, a tensor, a path, bytes, or "
         "base64 text"
     )
 
 
-def _open_text(text: str) -> tuple[Any, str]:
+def _open_text(text: str, reads_paths: bool) -> tuple[Any, str]:
     shown = repr(str(text if len(text) <= 60 else text[:57] + "..."))
     scheme = text[:8].lower()
     if scheme.startswith("data:"):
         return io.BytesIO(_data_url(text)), f"the data URL {shown}"
     if scheme.startswith(("http://", "https://")):
         raise MediaError(f"{shown} is a remote address, and images are not fetched; download it and give the bytes")
-    if scheme.startswith("file://"):
+    if scheme.startswith("file://") and reads_paths:
         path = os.fsdecode(unquote_to_bytes(text[len("file://") :]))
         return _open_path(Path(path.removeprefix("localhost"))), shown
     if not text.strip():
         raise MediaError("found an empty text; give a path, a data: URL, or base64 text")
     # A path is tried first; base64 text is far longer than any path may be.
-    if len(text) < 4096 and os.path.exists(text):
+    if reads_paths and len(text) < 4096 and os.path.exists(text):
         return _open_path(Path(text)), shown
     try:
         return io.BytesIO(base64.b64decode("".join(text.split()), validate=True)), f"the base64 text {shown}"
     except ValueError:  # not base64, or not even ASCII
-        raise MediaError(f"{shown} is neither a file, nor a data: URL, nor base64 text") from None
+        kinds = "neither a file, nor" if reads_paths else "neither"
+        raise MediaError(f"{shown} is {kinds} a data: URL, nor base64 text") from None
 
 
 def _open_path(path: Path) -> io.BytesIO:

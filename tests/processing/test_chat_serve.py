@@ -17,7 +17,7 @@ from transformers.cli.serving.utils import (
 from transformers.models.auto import modeling_auto
 from transformers.utils import import_utils
 
-import kimi_hf
+import kimi_hf.processing
 from kimi_hf import serve
 from kimi_hf.processing.chat_encoding import render
 
@@ -53,7 +53,9 @@ def test_command_completes_the_server_and_starts_it(monkeypatch):
     monkeypatch.setattr(modeling_auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", names)
     started = []
     monkeypatch.setattr(transformers_cli, "app", lambda words, standalone_mode: started.append(words))
+    monkeypatch.setattr(kimi_hf.processing.KimiK3VisionProcessor, "reads_paths", True)
     assert serve.run(arguments("folder", "--port", "8000")) == 0
+    assert kimi_hf.processing.KimiK3VisionProcessor.reads_paths is False  # of the machine, for whoever sends requests
     assert started == [["serve", "folder", "--port", "8000"]]
     assert all(getattr(transformers, name) is getattr(kimi_hf, name) for name in serve.SERVED)
     assert names["kimi_k3"] == "KimiK3ForConditionalGeneration"

@@ -289,6 +289,18 @@ def test_bad_images_say_which_and_why(processor, media, words):
         processor([picture(), media])
 
 
+def test_texts_of_strangers_name_no_files(processor, tmp_path, monkeypatch):
+    picture().save(tmp_path / "a.png")
+    texts = (str(tmp_path / "a.png"), (tmp_path / "a.png").as_uri())
+    base64_text = base64.b64encode(encoded(picture())).decode()
+    monkeypatch.setattr(KimiK3VisionProcessor, "reads_paths", False)
+    for text in texts:
+        with pytest.raises(MediaError, match="is neither a data: URL, nor base64 text"):
+            processor(text)
+    assert torch.equal(processor(base64_text)["pixel_values"], processor(tmp_path / "a.png")["pixel_values"])
+    assert "reads_paths" not in processor.to_dict()
+
+
 def test_a_directory_and_a_missing_path(processor, tmp_path):
     for path in (tmp_path, tmp_path / "none.png"):
         with pytest.raises(MediaError, match="image 1 of 1: cannot read"):

@@ -1,4 +1,6 @@
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,15 +8,12 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, pipeline
 
-from kimi_hf import KimiK3Config, KimiK3ForConditionalGeneration
+from kimi_hf import KimiK3ForConditionalGeneration
 from kimi_hf.errors import ChatError, MediaError, ShapeError
 from kimi_hf.processing.chat_encoding import IMAGE_PLACEHOLDER
-from kimi_hf.processing.image_plan import RELEASED_MEDIA_PROC_CFG
 from kimi_hf.processing.image_processing_kimi_k3 import KimiK3VisionProcessor
 from kimi_hf.processing.processing_kimi_k3 import MEDIA_BEGIN, KimiK3Processor
 from kimi_hf.processing.tokenization_kimi import TikTokenTokenizer
-
-from .vocabulary import write_folder
 
 WIDE, TINY = (60, 45), (20, 20)  # 6 feature rows and 1
 
@@ -301,28 +300,9 @@ def test_sizes_for_servers(processor):
 
 
 @pytest.fixture
-def repository(tmp_path, tokenizer, goldens):
-    """A tiny model with the files of a released repository, its vocabulary that of the test tokenizer."""
-    folder = write_folder(tmp_path / "repository")
-    config = json.loads(goldens("k3_multimodal_tiny/config.json").read_text())
-    control = tokenizer.added_tokens_encoder
-    special = {"bos_token_id": "[BOS]", "eos_token_id": "<|end_of_msg|>", "pad_token_id": "[PAD]"}
-    config["media_placeholder_token_id"] = control["<|media_pad|>"]
-    config["text_config"]["vocab_size"] = len(tokenizer)
-    for part in (config, config["text_config"]):
-        part.update({name: control[token] for name, token in special.items()}, dtype="float32")
-    torch.manual_seed(0)
-    KimiK3ForConditionalGeneration(KimiK3Config(**config)).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    file = {
-        "auto_map": {
-            "AutoImageProcessor": "kimi_k3_vision_processing.KimiK3VisionProcessor",
-            "AutoProcessor": "kimi_k3_processor.KimiK3Processor",
-        },
-        "media_proc_cfg": RELEASED_MEDIA_PROC_CFG,
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(file))
-    return folder
+def repository(multimodal_repository, tmp_path):
+    """A copy that a test may change."""
+    return Path(shutil.copytree(multimodal_repository, tmp_path / "repository"))
 
 
 @pytest.mark.parametrize("trust", [None, False, True])
@@ -368,6 +348,15 @@ def test_the_model_takes_both_forms_and_the_pipeline_works(repository):
         ]
     assert torch.equal(*tokens)
     talk = pipeline("image-text-to-text", model=model, processor=processor)
+    greedy = {"generate_kwargs": {"do_sample": False, "max_new_tokens": 4}, "return_full_text": False}
+    told = talk(text=[chats[0], chats[0]], batch_size=2, **greedy)  # images inside of the chats
+    picture(WIDE).save(repository / "a.png")
+    for image in (picture(WIDE), str(repository / "a.png")):  # or beside texts
+        (said,) = talk(images=image, text=f"{IMAGE_PLACEHOLDER} What?", **greedy)
+        inputs = processor(text=f"{IMAGE_PLACEHOLDER} What?", images=picture(WIDE))
+        wanted = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert said["generated_text"] == processor.decode(wanted, skip_special_tokens=True)
+    assert [answer["generated_text"] for (answer,) in told] == [talk(text=chats[0], **greedy)[0]["generated_text"]] * 2
     (answer,) = talk(text=chats[0], max_new_tokens=4, generate_kwargs={"do_sample": False}, return_full_text=False)
     assert isinstance(answer["generated_text"], str)
     (answer,) = talk(text=chats[0], max_new_tokens=4, generate_kwargs={"do_sample": False})
