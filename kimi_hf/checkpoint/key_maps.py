@@ -2,10 +2,9 @@
 
 Module paths are the released ones, so there is little to say: the experts' w1, w3, w2 are stacked, and the decay
 parameter is narrowed to one entry per head. transformers applies the rules in `from_pretrained` and reverses them in
-`save_pretrained`; `fuse_released_names` does the same for `load_state_dict`, which knows no rules.
+`save_pretrained`; `state_dicts.py` does the same for `load_state_dict`, which knows no rules.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,11 +24,6 @@ from transformers.core_model_loading import (
 )
 
 from ..errors import CheckpointError
-
-_EXPERT = re.compile(
-    r"^(?P<stem>.*\bexperts)\.(?P<index>\d+)\.(?P<which>w[123])\.(?P<kind>weight|weight_packed|weight_scale)$"
-)
-_FUSED_SUFFIX = {"weight": "", "weight_packed": "_packed", "weight_scale": "_scale"}
 
 
 class NarrowDecay(ConversionOps):
@@ -192,37 +186,3 @@ def own_key_maps() -> Iterator[None]:
         yield
     finally:
         register_key_maps(False)
-
-
-def fuse_released_names(state_dict: dict[str, Any], prefix: str, num_heads: int) -> None:
-    """Rewrite released names below `prefix` to the model's own, in place; names already fused pass through.
-
-    Raises:
-        CheckpointError: an expert whose w1, w3 or w2 is absent, or a decay parameter that does not fit.
-    """
-    for name in [name for name in state_dict if name.startswith(prefix) and name.endswith(".A_log")]:
-        state_dict[name] = narrow_decay(state_dict[name], num_heads, name)
-    fuse_expert_names(state_dict, prefix)
-
-
-def fuse_expert_names(state_dict: dict[str, Any], prefix: str) -> None:
-    """The experts' part of `fuse_released_names`.
-
-    Raises:
-        CheckpointError: an expert whose w1, w3 or w2 is absent.
-    """
-    experts: dict[tuple[str, str], dict[tuple[str, int], Tensor]] = {}
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        found = _EXPERT.match(name)
-        if found:
-            group = experts.setdefault((found["stem"], found["kind"]), {})
-            group[found["which"], int(found["index"])] = state_dict.pop(name)
-    for (stem, kind), tensors in experts.items():
-        count = 1 + max(index for _, index in tensors)
-        absent = [f"{stem}.{i}.{w}.{kind}" for i in range(count) for w in ("w1", "w2", "w3") if (w, i) not in tensors]
-        if absent:
-            raise CheckpointError(f"the state dict lacks {', '.join(absent[:4])}; every expert needs w1, w2 and w3")
-        gate_up = [torch.cat([tensors["w1", i], tensors["w3", i]]) for i in range(count)]
-        suffix = _FUSED_SUFFIX[kind]
-        state_dict[f"{stem}.gate_up_proj{suffix}"] = torch.stack(gate_up)
-        state_dict[f"{stem}.down_proj{suffix}"] = torch.stack([tensors["w2", i] for i in range(count)])

@@ -13,6 +13,8 @@ import torch
 
 from ..errors import CheckpointError
 
+# Every model with layers on disk that is still there.
+_offloaded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 # Folder -> the model whose weights lie there, and what it was loaded from.
 _claimed: dict[str, tuple[weakref.ref, tuple]] = {}
 
@@ -33,6 +35,7 @@ def prepare_disk_offload(model: torch.nn.Module, load_config) -> None:
     """
     if not uses_disk(load_config):
         return
+    _offloaded.add(model)
     _apply_dtype_plan(model, load_config.dtype_plan or {})
     if load_config.disk_offload_folder is not None:
         _claim(model, load_config)
@@ -65,18 +68,28 @@ def _claim(model: torch.nn.Module, load_config) -> None:
     _claimed[folder] = weakref.ref(model), content
 
 
-def refuse_own_source(model: torch.nn.Module, target: Path) -> None:
-    """Raise if layers of `model` are offloaded and read from files in `target`, which a save there would take away."""
-    if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
-        return
+def refuse_files_in_use(target: Path) -> None:
+    """Raise if a model that is still there reads offloaded layers from files in `target`, which a save would replace."""
+    for collect_first in (True, False):
+        used = next((found for model in _offloaded if (found := _read_from(model, os.path.realpath(target)))), None)
+        if used is None:
+            return
+        if collect_first:
+            gc.collect()
+    name, file = used
+    raise CheckpointError(
+        f"{name} of a model that is in use is offloaded and read from {file}, which saving to {target} would replace; save "
+        "to another folder"
+    )
+
+
+def _read_from(model: torch.nn.Module, folder: str) -> tuple[str, str] | None:
+    """A tensor and its file, if hooks of `model` fetch one from `folder`."""
     indices = {}
     for module in model.modules():
         weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         index = getattr(getattr(weights, "dataset", weights), "index", None) or {}
         indices[id(index)] = index  # all hooks share one
     files = {entry.get("safetensors_file"): name for index in indices.values() for name, entry in index.items()}
-    for file, name in files.items():
-        if file is not None and os.path.realpath(os.path.dirname(file)) == os.path.realpath(target):
-            raise CheckpointError(
-                f"{name} is offloaded and read from {file}, which saving to {target} would replace; save to another folder"
-            )
+    in_folder = (file for file in files if file and os.path.realpath(os.path.dirname(file)) == folder)
+    return next(((files[file], file) for file in in_folder), None)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.utils import logging
 
 from .sources import with_variant
@@ -30,7 +31,7 @@ def written_whole(target: str | os.PathLike, variant: str | None = None) -> Iter
 
     Raises:
         NotADirectoryError: `target` is a file.
-        PermissionError: it cannot be written to (told before anything is).
+        PermissionError: it cannot be written to (told before anything is). OSError: a full disk, and the like.
     """
     if Path(target).is_file():
         raise NotADirectoryError(f"save_pretrained: {target} is a file; name a folder")
@@ -47,6 +48,10 @@ def written_whole(target: str | os.PathLike, variant: str | None = None) -> Iter
         yield new
         _put(new, old, place, variant)
         shutil.rmtree(old, ignore_errors=True)
+    except SafetensorError as error:  # which is how the format's writer reports a full disk
+        raise OSError(
+            f"save_pretrained: {target} was not written ({error}); what was there before is untouched"
+        ) from error
     finally:
         if not old.exists() or not any(old.iterdir()):
             shutil.rmtree(partial, ignore_errors=True)

@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..checkpoint.key_maps import fuse_released_names
+from ..checkpoint.state_dicts import fuse_released_names
 from ..configuration import KimiLinearConfig
 from ..errors import ShapeError
 from .cache import KimiCache
@@ -96,9 +96,11 @@ class KimiLinearPreTrainedModel(KimiPreTrainedMixin, PreTrainedModel):
             init.ones_(module.weight)
 
 
-def _fuse_released_names(model: "KimiLinearModel", state_dict: dict, prefix: str, *args) -> None:
+def _fuse_released_names(
+    model: "KimiLinearModel", state_dict: dict, prefix: str, metadata, strict, missing: list, *args
+) -> None:
     """Let `load_state_dict` take what `save_pretrained` wrote; Trainer resumes that way."""
-    fuse_released_names(state_dict, prefix, model.config.linear_attn_config["num_heads"])
+    fuse_released_names(model, state_dict, prefix, missing)
 
 
 def _drop_composite_prefix(model: "KimiLinearForCausalLM", state_dict: dict, prefix: str, *args) -> None:

@@ -11,7 +11,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..checkpoint.headers import check_headers
-from ..checkpoint.key_maps import fuse_expert_names
+from ..checkpoint.state_dicts import fuse_expert_names
 from ..configuration.configuration_ladder import LadderConfig
 from ..errors import ShapeError
 from .cache import KimiCache
@@ -162,9 +162,11 @@ class LadderPreTrainedModel(KimiPreTrainedMixin, PreTrainedModel):
                 init.normal_(weight, mean=0.0, std=std / (2 * config.num_hidden_layers) ** 0.5)
 
 
-def _fuse_expert_names(model: "LadderModel", state_dict: dict, prefix: str, *args) -> None:
+def _fuse_expert_names(
+    model: "LadderModel", state_dict: dict, prefix: str, metadata, strict, missing: list, *args
+) -> None:
     """Let `load_state_dict` take what `save_pretrained` wrote; Trainer resumes that way."""
-    fuse_expert_names(state_dict, prefix)
+    fuse_expert_names(model, state_dict, prefix, missing)
 
 
 class LadderModel(LadderPreTrainedModel):

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from ..checkpoint.geometry import as_dict
 from ..checkpoint.key_maps import own_key_maps
 from ..checkpoint.loading import Reading, check_after_loading, check_before_loading
-from ..checkpoint.offload import prepare_disk_offload, refuse_own_source
+from ..checkpoint.offload import prepare_disk_offload, refuse_files_in_use
 from ..checkpoint.saving import written_whole
 from ..checkpoint.shards import Checkpoint
 from ..checkpoint.sources import GIVEN, about_to_be_read, in_folder, opened_before
@@ -118,7 +118,7 @@ class KimiPreTrainedMixin:
 
         Raises:
             NotADirectoryError, PermissionError: `save_directory` is a file, or cannot be written to.
-            CheckpointError: layers are offloaded to disk and read from the very files that would be replaced.
+            CheckpointError: layers that are offloaded to disk are read from the very files that would be replaced.
         """
         if not kwargs.pop("safe_serialization", True):
             logger.warning("safe_serialization=False is not offered any more; safetensors files are written")
@@ -127,7 +127,7 @@ class KimiPreTrainedMixin:
                 refuse_experts_on_disk(self, "saving with push_to_hub, variant or distributed_checkpoint")
             if kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint") or not is_main_process:
                 return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-            refuse_own_source(self, Path(save_directory))
+            refuse_files_in_use(Path(save_directory))
             with written_whole(save_directory, kwargs.get("variant")) as partial:
                 super().save_pretrained(partial, True, *args, **kwargs)
                 if disk_experts(self):
