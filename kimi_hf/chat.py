@@ -18,6 +18,8 @@ from .processing.chat_encoding import THINKING_EFFORTS
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tiktoken.model")
+# What a model writes must not steer the terminal: control characters but for line breaks and tabs are shown as U+FFFD.
+HARMLESS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 HELP = """\
 /image PATH      show an image with the next message
 /system TEXT     set the system message (empty: none)
@@ -276,11 +278,11 @@ class Terminal:
                 if field == "tool_calls":
                     self._leave_channel()
                     for call in value:
-                        shown = f"-> {call['function']['name']}({call['function']['arguments']})"
+                        shown = f"-> {call['function']['name']}({call['function']['arguments']})".translate(HARMLESS)
                         self._say((f"{self.CALL}{shown}{self.PLAIN}" if self.color else shown) + "\n")
                 else:
                     self._enter_channel(field)
-                    self._say(value)
+                    self._say(value.translate(HARMLESS))
 
     def _enter_channel(self, field: str) -> None:
         if field != self._channel:

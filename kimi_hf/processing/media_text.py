@@ -13,7 +13,7 @@ def conversation_images(messages: Sequence[Any]) -> list[Any]:
     """The images of one conversation in reading order: parts of list contents of user messages.
 
     Raises:
-        MediaError: an image in a message of another role, which the release does not collect.
+        MediaError: an image in a message of another role, which the release does not collect, or a part without one.
     """
     images = []
     for index, message in enumerate(messages):
@@ -22,12 +22,15 @@ def conversation_images(messages: Sequence[Any]) -> list[Any]:
         for place, part in enumerate(message["content"]):
             if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
                 continue
+            where = f"messages[{index}]['content'][{place}]"
             if message.get("role") != "user":
                 raise MediaError(
-                    f"messages[{index}]['content'][{place}]: an image in a message of role {message.get('role')!r}; "
-                    "images belong into user messages"
+                    f"{where}: an image in a message of role {message.get('role')!r}; images belong into user messages"
                 )
-            images.append(media_value(part))
+            try:
+                images.append(media_value(part))
+            except MediaError as error:
+                raise MediaError(f"{where}: {error}") from error
     return images
 
 

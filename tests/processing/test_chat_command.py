@@ -90,6 +90,15 @@ def test_terminal_survives_errors(tokenizer, monkeypatch, tmp_path):
     assert len(session.messages) == 2
 
 
+def test_what_a_model_writes_does_not_steer_the_terminal(tokenizer, monkeypatch):
+    call = {"function": {"name": "f\x1b[2J", "arguments": {}}}
+    said = {"content": "a\x1b]0;title\x07\tb\n\x9b31mc", "tool_calls": [call]}
+    session = ChatSession(ScriptedModel(tokenizer, [said]), tokenizer)
+    text = scripted_terminal(session, ["hi"], monkeypatch)
+    assert "a\ufffd]0;title\ufffd\tb\n\ufffd31mc" in text and "f\ufffd[2J" in text and "\x1b" not in text
+    assert session.messages[1]["content"] == said["content"]
+
+
 def test_lines_that_are_not_text_are_passed_over(tokenizer, monkeypatch):
     session = ChatSession(ScriptedModel(tokenizer, [{"content": "fine"}]), tokenizer)
     replies = [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "hi", EOFError()]

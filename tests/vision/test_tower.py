@@ -113,6 +113,27 @@ def test_an_image_is_the_same_alone_and_in_company(kind):
         close(rows, shuffled[order.index(index)], 2e-6)
 
 
+@pytest.mark.parametrize("frames", [2, 3, 4])
+def test_clips_attend_over_their_frames_and_become_one_image(frames):
+    """All frames of a clip attend jointly, know their time, and are averaged: as many rows as one frame gives."""
+    model = small()
+    x, grids = pixels([(frames, 2, 4), (1, 2, 2)])
+    with torch.no_grad():
+        out = model(x, grids)
+        clip, still = out.pooler_output
+        assert clip.shape == (2, 4, 12) and still.shape == (1, 4, 12)
+        model.set_attn_implementation("eager")
+        close(model(x[: 8 * frames], grids[:1]).pooler_output[0], clip, 2e-6)
+        states = out.last_hidden_state[: 8 * frames].view(frames, 1, 2, 2, 2, 12).mean(0)
+        close(states.transpose(1, 2).reshape(2, 4, 12), clip, 2e-6)
+        turned = x.clone()
+        turned[: 8 * frames] = x[: 8 * frames].view(frames, 8, 3, 4, 4).flip(0).flatten(0, 1)
+        assert (model(turned, grids).pooler_output[0] - clip).abs().max() > 1e-3  # time runs one way
+        later = x.clone()
+        later[8 * (frames - 1)] += 1  # a patch of the last frame is seen by the first
+        assert (model(later, grids).last_hidden_state[0] - out.last_hidden_state[0]).abs().max() > 1e-5
+
+
 @pytest.mark.slow
 def test_flex_attention_forward():
     model = small(vt_num_hidden_layers=1)
