@@ -30,6 +30,7 @@ _EXPORTS = {
     "KimiK3Model": "modeling.modeling_kimi_k3",
     "KimiK3VisionModel": "modeling.vision",
     "KimiMxfp4Config": "quantization",
+    "quantize": "conversion.quantize",
     "set_backend": "ops.dispatch",
     "use_backend": "ops.dispatch",
 }

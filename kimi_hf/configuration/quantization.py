@@ -14,6 +14,52 @@ RELEASED_METHOD = "compressed-tensors"
 RELEASED_FORMAT = "mxfp4-pack-quantized"
 QUANT_METHOD = "kimi_mxfp4"
 GROUP_SIZE = 32
+# Linear layers that are not packed. The last two patterns are not in the release, whose list leaves these layers out
+# although they are stored plain: a reader that goes by the list alone would take them for packed.
+NOT_PACKED = (
+    r"re:.*self_attn.*",
+    r"re:.*shared_experts.*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    r"re:.*lm_head.*",
+    r"re:.*vision_tower.*",
+    r"re:.*mm_projector.*",
+    r"re:.*routed_expert_(down|up)_proj.*",
+    r"re:.*_res_proj.*",
+)
+
+
+def released_block() -> dict[str, Any]:
+    """A new `quantization_config` in the released schema, for experts that were not packed by the release."""
+    weights = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": GROUP_SIZE,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "scale_dtype": "torch.uint8",
+        "strategy": "group",
+        "symmetric": True,
+        "type": "float",
+        "zp_dtype": None,
+    }
+    group = {
+        "format": RELEASED_FORMAT,
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": RELEASED_FORMAT,
+        "global_compression_ratio": None,
+        "ignore": list(NOT_PACKED),
+        "kv_cache_scheme": None,
+        "quant_method": RELEASED_METHOD,
+        "quantization_status": "compressed",
+    }
 
 
 def is_released_mxfp4(block: Any) -> bool:

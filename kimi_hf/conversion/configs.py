@@ -8,50 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kimi_hf.checkpoint.geometry import PACKED_FORMAT, TextGeometry, kda_layers, quantization_section, text_section
+from kimi_hf.checkpoint.geometry import TextGeometry, kda_layers, quantization_section, text_section
+from kimi_hf.configuration.quantization import released_block
 from kimi_hf.errors import ConfigError
 
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id")
-# The released block, for checkpoints that were never packed before.
-RELEASED_QUANTIZATION = {
-    "config_groups": {
-        "group_0": {
-            "format": PACKED_FORMAT,
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": 32,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "scale_dtype": "torch.uint8",
-                "strategy": "group",
-                "symmetric": True,
-                "type": "float",
-                "zp_dtype": None,
-            },
-        }
-    },
-    "format": PACKED_FORMAT,
-    "global_compression_ratio": None,
-    "ignore": [
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*",
-        "re:.*vision_tower.*",
-        "re:.*mm_projector.*",
-        "re:.*routed_expert_(down|up)_proj.*",
-        "re:.*_res_proj.*",
-    ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
 
 
 def to_json(config: Mapping[str, Any]) -> bytes:
@@ -78,7 +39,7 @@ def packed_config(config: Mapping[str, Any], like: Mapping[str, Any] | None = No
                 target["quantization_config"] = copy.deepcopy(template["quantization_config"])
                 return result
     result = copy.deepcopy(dict(config))
-    text_section(result)["quantization_config"] = copy.deepcopy(RELEASED_QUANTIZATION)
+    text_section(result)["quantization_config"] = released_block()
     return result
 
 

@@ -77,7 +77,7 @@ class KimiMxfp4Quantizer(HfQuantizer):
         if not self.pre_quantized:
             raise ConfigError(
                 "quantization_config is KimiMxfp4Config, but the checkpoint's experts are not packed. Load it without, then "
-                "call kimi_hf.quantization.quantize(model)"
+                "call kimi_hf.quantize(model)"
             )
         if self.quantization_config.dequantize:
             refuse_experts_on_disk(model, "KimiMxfp4Config(dequantize=True)")
