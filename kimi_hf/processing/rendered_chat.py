@@ -15,7 +15,8 @@ class RenderedChat(str):
     """A rendered chat: its text, and in `segments` which runs of it are markup.
 
     The tokenizer and the processor encode it segment by segment, so rendering first and tokenising later gives the ids
-    of doing both at once. Any change to the text makes it an ordinary string, in which nothing is markup.
+    of doing both at once. What is added to it before or behind is text; any other change makes it an ordinary string, in
+    which nothing is markup.
     """
 
     segments: tuple[Segment, ...]
@@ -26,8 +27,20 @@ class RenderedChat(str):
         text.segments = segments
         return text
 
+    def __add__(self, other: str) -> "RenderedChat":
+        return RenderedChat((*self.segments, *_segments(other))) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> "RenderedChat":  # pipelines put a prefix before every prompt, nearly always ""
+        return RenderedChat((*_segments(other), *self.segments)) if isinstance(other, str) else NotImplemented
+
     def __getnewargs__(self) -> tuple:  # copies and pickles are made of the segments
         return (self.segments,)
+
+
+def _segments(text: str) -> tuple[Segment, ...]:
+    if isinstance(text, RenderedChat):
+        return text.segments
+    return (Segment(text, False),) if text else ()
 
 
 def mark_control_tokens(value: Any, control_tokens: re.Pattern) -> Any:

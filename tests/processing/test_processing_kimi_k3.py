@@ -362,5 +362,12 @@ def test_the_model_takes_both_forms_and_the_pipeline_works(repository):
     assert [answer["generated_text"] for (answer,) in told] == [talk(text=chats[0], **greedy)[0]["generated_text"]] * 2
     (answer,) = talk(text=chats[0], max_new_tokens=4, generate_kwargs={"do_sample": False}, return_full_text=False)
     assert isinstance(answer["generated_text"], str)
+    chat = [{"role": "user", "content": "hi"}]
+    writer = pipeline("text-generation", model=model, tokenizer=processor.tokenizer)
+    ids = [
+        writer(given, max_new_tokens=3, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+        for given in (chat, processor.tokenizer.apply_chat_template(chat))
+    ]
+    assert ids[0] == ids[1]  # a chat, or the prompt rendered from it
     (answer,) = talk(text=chats[0], max_new_tokens=4, generate_kwargs={"do_sample": False})
     assert answer["generated_text"][-1]["role"] == "assistant"

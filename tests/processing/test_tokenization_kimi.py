@@ -105,6 +105,12 @@ def test_rendered_chats_keep_their_markup(tokenizer):
     assert tokenizer.encode(str(text)) == tokenizer.encode_ordinary(text)
     assert tokenizer.encode(text, split_special_tokens=False) == tokenizer.encode_special(text) != ids
     assert tokenizer.encode(text, allow_special_tokens=False) == tokenizer.encode_ordinary(text)
+    more = "a<|open|>" + text + "<|sep|>"
+    assert more == "a<|open|>" + str(text) + "<|sep|>"
+    assert tokenizer.encode(more) == tokenizer.encode_ordinary("a<|open|>") + ids + tokenizer.encode_ordinary("<|sep|>")
+    assert ("" + text).segments == text.segments and tokenizer.encode(text + text) == ids + ids
+    with pytest.raises(TypeError):
+        text + 1
     two = tokenizer.apply_chat_template([chat, chat])
     assert tokenizer(two)["input_ids"] == [ids, ids]
 
