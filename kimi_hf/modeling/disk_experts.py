@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..checkpoint.shards import Checkpoint, TensorEntry
+from ..checkpoint.shards import Checkpoint
+from ..checkpoint.stored import as_state_dict
 from ..errors import CheckpointError, ConfigError
 from ..ops.grouped_experts import fetched_experts
 from ..storage import DEFAULT_CACHE_BYTES, ExpertStore
@@ -106,23 +107,6 @@ def pop_expert_storage(kwargs: dict[str, Any]) -> AbstractContextManager:
     return experts_built_by(partial(KimiDiskExperts, cache_bytes=limit))
 
 
-class StoredTensor:
-    """A tensor of an open checkpoint that is read when transformers asks for its slice."""
-
-    def __init__(self, checkpoint: Checkpoint, entry: TensorEntry):
-        self.checkpoint, self.entry = checkpoint, entry
-
-    def __getitem__(self, index) -> Tensor:
-        tensor = self.checkpoint.read(self.entry.name)
-        return tensor if index is Ellipsis else tensor[index]
-
-    def get_dtype(self) -> str:
-        return self.entry.dtype
-
-    def get_shape(self) -> list[int]:
-        return list(self.entry.shape)
-
-
 def leave_experts_on_disk(model: nn.Module, checkpoint: Checkpoint | None, load_config):
     """Connect the experts of an empty model with their files, and keep transformers from seeing those tensors.
 
@@ -146,7 +130,7 @@ def leave_experts_on_disk(model: nn.Module, checkpoint: Checkpoint | None, load_
     if index is not None:
         files = {name: file for name, file in index["weight_map"].items() if name in rest}
         load_config = dataclasses.replace(load_config, sharded_metadata={**index, "weight_map": files})
-    return {name: StoredTensor(checkpoint, entry) for name, entry in rest.items()}, load_config
+    return as_state_dict(model, checkpoint, rest.values(), load_config), load_config
 
 
 def save_experts_on_disk(model: nn.Module, folder: Path, max_shard_size: int | str) -> None:

@@ -122,6 +122,11 @@ class LayerTable:
             halves = 2 if part.which != "w2" else 1
             shape = (self.form.experts, halves * rows, columns)
             start = (expert * halves + (part.which == "w3")) * part.nbytes
+        if entry.dtype != part.dtype and entry.dtype in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{entry.name} in {entry.path.name} is {entry.dtype}, others are {part.dtype}: experts on disk must all be "
+                'stored alike. Load the checkpoint with expert_storage="ram" and save it again'
+            )
         if entry.shape != shape or entry.dtype != part.dtype:
             raise CheckpointError(
                 f"{entry.name} in {entry.path.name} is {entry.dtype} {list(entry.shape)}, the model needs {part.dtype} "

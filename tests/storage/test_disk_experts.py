@@ -238,3 +238,22 @@ def test_what_needs_experts_in_memory_says_so(tmp_path):
         with pytest.raises(ConfigError, match='expert_storage="ram"'):
             work()
     assert not (tmp_path / "x").exists()
+
+
+def test_everything_on_disk(tmp_path):
+    """Experts in their files, all other layers offloaded: opening reads next to nothing, and logits are the same."""
+    pytest.importorskip("accelerate")
+    folder = fixture_path(K3_PACKED)
+    offloaded = {"device_map": {"": "disk"}, **DISK}
+    fresh_model(folder, offload_folder=tmp_path / "first", **offloaded)
+    before = _bytes_read()
+    model = fresh_model(folder, offload_folder=tmp_path / "offload", **offloaded)
+    rest = sum(
+        entry.nbytes
+        for name, entry in open_checkpoint(folder).entries.items()
+        if name.endswith(("proj.weight", "head.w"))
+    )
+    assert _bytes_read() - before < rest
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, golden_model(K3_PACKED)(IDS).logits)
+    assert all(parameter.is_meta for parameter in model.parameters())
