@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, pipeline
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
 from kimi_hf import KimiK3ForConditionalGeneration
 from kimi_hf.errors import ChatError, MediaError, ShapeError
@@ -335,6 +335,35 @@ def test_save_and_load(repository, tokenizer, tmp_path):
     for key, value in processor(messages=chat).items():
         assert torch.equal(again(messages=chat)[key], value)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("Hi") == tokenizer.encode("Hi")
+
+
+def test_transformers_trainer_teaches_what_is_said_about_images(repository, tmp_path):
+    processor = AutoProcessor.from_pretrained(repository)
+    model = KimiK3ForConditionalGeneration.from_pretrained(repository)
+    chats = [
+        [user(picture(size, seed), "What?"), {"role": "assistant", "content": said}]
+        for seed, (size, said) in enumerate([(WIDE, "A wall."), (TINY, "fox")] * 2)
+    ]
+
+    def collate(rows):
+        batch = processor(messages=rows, thinking_effort=None, return_assistant_tokens_mask=True, padding_side="right")
+        batch["labels"] = batch["input_ids"].masked_fill(batch.pop("assistant_masks") == 0, -100)
+        return batch
+
+    options = {"max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 3e-3, "logging_steps": 1}
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            tmp_path, **options, report_to=[], use_cpu=True, remove_unused_columns=False, disable_tqdm=True
+        ),
+        data_collator=collate,
+        train_dataset=chats,
+    )
+    before = model.vision_tower.patch_embed.proj.weight.clone()
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.5
+    assert not torch.equal(before, model.vision_tower.patch_embed.proj.weight)
 
 
 def test_the_model_takes_both_forms_and_the_pipeline_works(repository):
