@@ -190,11 +190,12 @@ def generate(model, prompt, tokens: int, state: str) -> dict[str, Any]:
         start = time.perf_counter()
         out = model(prompt, use_cache=True, logits_to_keep=1)
         prefill, read = time.perf_counter() - start, model.expert_storage_report(reset=True)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(tokens):
             token = out.logits[:, -1:].argmax(-1)
             out = model(token, past_key_values=out.past_key_values, use_cache=True)
-        seconds, report = time.perf_counter() - start, model.expert_storage_report(reset=True)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        report = model.expert_storage_report(reset=True)
     assert_finite(out.logits)
     return {
         "step": state,
@@ -203,6 +204,7 @@ def generate(model, prompt, tokens: int, state: str) -> dict[str, Any]:
         "prefill_gb_read": read.bytes_read / GB,
         "tokens": tokens,
         "tokens_s": tokens / seconds,
+        "cpu_s_per_token": cpu / tokens,
         "gb_per_token": report.bytes_read / GB / tokens,
         "gb_s_of_reading": report.bytes_read / GB / max(report.seconds_reading, 1e-9),
         "share_of_time_reading": report.seconds_reading / seconds,
@@ -251,7 +253,12 @@ def non_expert_bytes(folder: Path) -> int:
 
 
 def write_report(made: dict[str, Any], disk: list[dict[str, Any]], runs: list[dict[str, Any]], command: str) -> str:
-    lines = ["# Experts from disk", "", f"`{command}`, one thread.", ""]
+    lines = [
+        "# Experts from disk",
+        "",
+        f"`{command}`, one thread; load average {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores.",
+        "",
+    ]
     opened = next(row for row in runs if row["step"] == "open")
     lines += [
         f"{opened['experts_gb']:.2f} GB of experts ({opened['expert_mb']:.2f} MB each, {made['layers']} layers of "
@@ -259,23 +266,23 @@ def write_report(made: dict[str, Any], disk: list[dict[str, Any]], runs: list[di
         f"{made['seconds']:.0f} s. Every process ran under RLIMIT_AS = {opened['limit_gb']:.2f} GB, the other tensors plus "
         "3 GB, so its resident memory could not exceed that either.",
         "",
-        "| cache GB | step | seconds | tokens/s | GB read a token | GB/s while reading | share of time reading | hit rate "
-        "| peak RSS GB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| cache GB | step | seconds | tokens/s | CPU s a token | GB read a token | GB/s while reading | share of time reading "
+        "| hit rate | peak RSS GB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in runs:
         start = f"| {row['cache_gb']:.2f} "
         if row["step"] == "open":
-            lines.append(f"{start}| open | {row['seconds']:.1f} | | | | | | {row['peak_gb']:.2f} |")
+            lines.append(f"{start}| open | {row['seconds']:.1f} | | | | | | | {row['peak_gb']:.2f} |")
             continue
         lines.append(
             f"{start}| {row['step']} prefill, {row['prefill_tokens']} tokens | {row['prefill_seconds']:.1f} | "
-            f"{row['prefill_tokens'] / row['prefill_seconds']:.2f} | "
+            f"{row['prefill_tokens'] / row['prefill_seconds']:.2f} | | "
             f"{row['prefill_gb_read'] / row['prefill_tokens']:.2f} | | | | |"
         )
         lines.append(
             f"{start}| {row['step']} decoding | {row['tokens'] / row['tokens_s']:.1f} | {row['tokens_s']:.2f} | "
-            f"{row['gb_per_token']:.2f} | {row['gb_s_of_reading']:.2f} | {row['share_of_time_reading']:.0%} | "
+            f"{row['cpu_s_per_token']:.2f} | {row['gb_per_token']:.2f} | {row['gb_s_of_reading']:.2f} | {row['share_of_time_reading']:.0%} | "
             f"{row['hit_rate']:.1%} | {row['peak_gb']:.2f} |"
         )
     lines += ["", "The disk, by experts at random places (cold: the file's pages dropped first):", ""]
@@ -318,7 +325,8 @@ def main() -> int:
         disk = measure_disk(folder, 60)
         limit = non_expert_bytes(folder) + 3 * 10**9
         runs = [row for cache in (0, 1 << 30) for row in run_limited(folder, cache, args.tokens, limit)]
-        report = write_report(made, disk, runs, f"python -m benchmarks.experts_from_disk {' '.join(sys.argv[1:])}")
+        words = ["OUT" if word == str(args.out) else word for word in sys.argv[1:]]
+        report = write_report(made, disk, runs, f"python -m benchmarks.experts_from_disk {' '.join(words)}")
         args.results.mkdir(parents=True, exist_ok=True)
         (args.results / "experts_from_disk.md").write_text(report)
         with (args.results / "experts_from_disk.jsonl").open("w") as file:

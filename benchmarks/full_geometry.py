@@ -1,7 +1,8 @@
 """The whole released Kimi K3 checkpoint as sparse files: every name, shape, dtype and offset, no data.
 
 96 shards and an index of 497,220 tensors, 1.56 TB apparent, a few hundred MB on disk, so that tools can be tried at
-the real thing's size. Then times the command line tools on it and prints a table.
+the real thing's size. Then times the command line tools on it, opens all 93 layers with the experts in their files and
+all other layers offloaded to disk, runs one token through them (zeros in, finite numbers out), and prints a table.
 
     python benchmarks/full_geometry.py OUT            # writes OUT/kimi-k3, measures, deletes
     python benchmarks/full_geometry.py OUT --keep     # leaves the files
@@ -16,6 +17,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +33,7 @@ from kimi_hf.conversion.configs import to_json
 from kimi_hf.conversion.writer import build_header
 
 SHARDS = 96
+MEMORY = 8_000_000_000  # what opening and running all layers may allocate
 CLI = "import sys; from kimi_hf.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -108,6 +111,47 @@ def measure(arguments: Sequence[str], kill_when: Callable[[], bool] | None = Non
     return Cost(os.waitstatus_to_exitcode(status), time.perf_counter() - start, cpu, usage.ru_maxrss / 1e6)
 
 
+def open_and_run(folder: Path) -> None:
+    """In a process of its own: open every layer under a limit on allocated memory, run one token; a JSON line each.
+
+    The limit is RLIMIT_DATA. Offloaded layers are read through maps of whole shards, which RLIMIT_AS would count.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import kimi_hf  # noqa: F401
+
+    torch.set_num_threads(1)
+
+    def told(step: str, start: float, cpu: float) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        print(json.dumps([step, 0, time.perf_counter() - start, time.process_time() - cpu, peak]), flush=True)
+
+    start, cpu = time.perf_counter(), time.process_time()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, expert_storage="disk", device_map={"": "disk"}, offload_folder=folder.with_name("offload")
+    )
+    layers = len(model.language_model.model.layers)
+    told(f"open {layers} layers", start, cpu)
+    start, cpu = time.perf_counter(), time.process_time()
+    with torch.no_grad():
+        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
+    if not bool(logits.isfinite().all()):
+        raise SystemExit("the logits are not finite")
+    told(f"one token, {layers} layers", start, cpu)
+    print(f"experts: {model.expert_storage_report()}", file=sys.stderr)
+
+
+def measure_model(folder: Path) -> list[tuple[str, Cost]]:
+    """The rows of `open_and_run`."""
+    command = [sys.executable, __file__, str(folder), "--open"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+    rows = [(step, Cost(*rest)) for step, *rest in map(json.loads, done.stdout.splitlines())]
+    return rows if not done.returncode else [*rows, ("open and run", Cost(done.returncode, 0.0, 0.0, 0.0))]
+
+
 def table(rows: Sequence[tuple[str, Cost]]) -> str:
     lines = [f"{'step':<24} {'exit':>4} {'seconds':>8} {'cpu s':>8} {'peak GB':>8}"]
     for name, cost in rows:
@@ -125,7 +169,11 @@ def main() -> int:
     parser.add_argument("--config", type=Path, help="config.json; default: the kimi-k3 preset")
     parser.add_argument("--keep", action="store_true", help="do not delete the files")
     parser.add_argument("--write-only", action="store_true", help="write and keep, measure nothing")
+    parser.add_argument("--open", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.open:
+        open_and_run(args.out)
+        return 0
     if args.config is None:
         from kimi_hf.configuration import preset
 
@@ -146,6 +194,8 @@ def main() -> int:
             rows.append(("verify", measure(["verify", str(folder)])))
             rows.append(("slice --layers 0-3", measure(["slice", str(folder), str(cut), "--layers", "0-3"])))
             rows.append(("verify the slice", measure(["verify", str(cut)])))
+            rows += measure_model(cut)
+            rows += measure_model(folder)
             print(f"the slice takes {disk_usage(cut) / 1e6:.0f} MB on disk")
         print(f"\n{table(rows)}")
         return max(cost.status for _, cost in rows)
@@ -153,6 +203,7 @@ def main() -> int:
         if not (args.keep or args.write_only):
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(cut, ignore_errors=True)
+        shutil.rmtree(args.out / "offload", ignore_errors=True)
 
 
 if __name__ == "__main__":

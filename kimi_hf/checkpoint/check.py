@@ -20,6 +20,7 @@ from kimi_hf.checkpoint.shards import Checkpoint, TensorEntry, open_checkpoint
 from kimi_hf.errors import CheckpointError
 
 SHOWN = 8
+SCALE_ENDINGS = ("weight_scale", "_proj_scale")
 _KINDS = ("missing", "extra_experts", "unexpected", "shapes", "dtypes")
 COLLECTED = 500_000  # missing tensors listed before giving up on a config that asks for far too many
 _EXPERT_KINDS = {
@@ -251,7 +252,7 @@ def check_scales(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> 
         names: scale tensors to look at; None: all of the checkpoint.
     """
     if names is None:
-        names = [name for name in checkpoint.entries if name.endswith(("weight_scale", "_proj_scale"))]
+        names = [name for name in checkpoint.entries if name.endswith(SCALE_ENDINGS)]
     for name in names:
         entry = checkpoint.entry(name)
         buffer = checkpoint.read_range(entry)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from kimi_hf.checkpoint.check import SCALE_ENDINGS, nan_scale
 from kimi_hf.checkpoint.layout import DTYPE_BYTES, MXFP4_GROUP, TensorSpec
 from kimi_hf.checkpoint.shards import TORCH_DTYPES, Checkpoint, TensorEntry, as_tensor
 from kimi_hf.conversion.writer import CHUNK, Chunk, Recipe
@@ -83,7 +84,10 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
 
 @dataclass(frozen=True)
 class Copy:
-    """Stored bytes, in the order of `ranges`: a whole tensor, some of its rows, or several tensors stacked."""
+    """Stored bytes, in the order of `ranges`: a whole tensor, some of its rows, or several tensors stacked.
+
+    MXFP4 scales are looked at on the way: one that is NaN would make the copy as useless as its source.
+    """
 
     spec: TensorSpec
     ranges: Sequence[ByteRange]
@@ -97,7 +101,11 @@ class Copy:
                     yield length
                 else:
                     length = min(CHUNK, part.nbytes - start)
-                    yield part.read(start, length)
+                    data = part.read(start, length)
+                    if part.entry.name.endswith(SCALE_ENDINGS) and (at := data.find(b"\xff")) >= 0:
+                        at += part.start + start
+                        raise nan_scale(part.entry.name, part.entry.path, at, part.entry.shape[-1])
+                    yield data
                 start += length
 
     def describe(self) -> str:
