@@ -140,7 +140,9 @@ def opened_before(source: str | os.PathLike | None, arguments: Mapping[str, Any]
     token = _current.set((checkpoint, arguments.get("key_mapping")))
     try:
         yield
-    except (SafetensorError, json.JSONDecodeError, pickle.UnpicklingError) as error:
+    except (SafetensorError, json.JSONDecodeError, pickle.UnpicklingError, KeyError) as error:
+        if isinstance(error, KeyError) and error.args != ("metadata",):
+            raise
         _look_into_cache(source, arguments)
         raise CheckpointError(f"{source}: a file of the checkpoint is damaged ({error}); fetch it again") from error
     finally:
@@ -157,6 +159,9 @@ def _open_folder(source: str | os.PathLike | None, arguments: Mapping[str, Any])
         return None
     checkpoint = in_folder(folder, arguments.get("variant"), arguments.get("use_safetensors"))
     if checkpoint is not None:
+        if checkpoint.index is not None and not isinstance(checkpoint.index.get("metadata"), dict):
+            path = folder / with_variant(INDEX_NAME, arguments.get("variant"))
+            raise CheckpointError(f'{path} has no "metadata" object, which transformers asks for; restore it')
         config = arguments.get("config")
         if config is None and not (folder / "config.json").exists():
             raise CheckpointError(f"{folder} has no config.json: nothing says which model its weights belong to")

@@ -12,20 +12,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import kimi_hf
 
+from .small import small_model
+
 K3, KIMI_LINEAR = "kimi-k3-tiny", "kimi-linear-tiny"
 
 
 def _model(name):
-    """A two-layer relative of a preset, one layer of each mixer, the second with experts."""
-    torch.manual_seed(0)
-    config = kimi_hf.preset(name).get_text_config()
-    changes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_experts": 8}
-    for field, value in {**changes, "moe_intermediate_size": 32, "num_experts_per_token": 2}.items():
-        setattr(config, field, value)
-    config.linear_attn_config |= {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16}
-    if config.attn_res_block_size:
-        config.attn_res_block_size, config.routed_expert_hidden_size = 1, 32
-    return kimi_hf.KimiLinearForCausalLM(config)
+    return small_model(name, num_experts=8).float()
 
 
 def _trainer(model, folder, **arguments):
