@@ -23,6 +23,7 @@ from kimi_hf.ops.short_conv.kernels import short_conv_triton
 from kimi_hf.ops.situ.kernels import situ_glu_triton, situ_triton
 
 TOKENS, HIDDEN, HEADS, HEAD_DIM, INTERMEDIATE = 4096, 7168, 96, 128, 3072
+FP32 = torch.float32
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
@@ -35,9 +36,12 @@ def _train(*outputs: Tensor) -> None:
     torch.autograd.backward(used, [torch.empty_like(o) for o in used])
 
 
-def _gated_norm() -> None:
-    x, gate = _tensor(1, TOKENS, HEADS, HEAD_DIM), _tensor(1, TOKENS, HEADS, HEAD_DIM)
-    _train(gated_norm_triton(x, _tensor(HEAD_DIM, dtype=torch.float32), gate, eps=1e-5, activation="sigmoid"))
+def _gated_norm(width: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+    def case() -> None:
+        x, gate = (_tensor(TOKENS, HEADS, width, dtype=dtype) for _ in range(2))
+        _train(gated_norm_triton(x, _tensor(width, dtype=FP32), gate, eps=1e-5, activation="sigmoid"))
+
+    return case
 
 
 def _situ() -> None:
@@ -52,7 +56,7 @@ def _short_conv(tokens: int, packed: bool, train: bool) -> Callable[[], None]:
         with torch.set_grad_enabled(train):
             outputs = short_conv_triton(
                 _tensor(1, tokens, HEADS * HEAD_DIM, grad=train),
-                _tensor(HEADS * HEAD_DIM, 4, dtype=torch.float32, grad=train),
+                _tensor(HEADS * HEAD_DIM, 4, dtype=FP32, grad=train),
                 activation="silu",
                 initial_state=_tensor(sequences, HEADS * HEAD_DIM, 4, grad=train),
                 output_final_state=True,
@@ -64,14 +68,14 @@ def _short_conv(tokens: int, packed: bool, train: bool) -> Callable[[], None]:
     return case
 
 
-def _depth_attention() -> None:
-    bank = [_tensor(1, TOKENS, HIDDEN) for _ in range(8)]
-    weight, inverse = _tensor(HIDDEN, dtype=torch.float32), _tensor(8, 1, TOKENS, dtype=torch.float32)
-    _train(depth_attention_triton(bank, inverse, _tensor(1, TOKENS, HIDDEN), weight, eps=1e-5))
-    _train(inverse_rms_triton(_tensor(1, TOKENS, HIDDEN), 1e-5))
+def _depth_attention(blocks: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+    def case() -> None:
+        bank = [_tensor(1, TOKENS, width, dtype=dtype) for _ in range(blocks)]
+        weight, inverse = _tensor(width, dtype=FP32), _tensor(blocks, 1, TOKENS, dtype=FP32)
+        _train(depth_attention_triton(bank, inverse, _tensor(1, TOKENS, width, dtype=dtype), weight, eps=1e-5))
+        _train(inverse_rms_triton(_tensor(1, TOKENS, width, dtype=dtype), 1e-5))
 
-
-FP32 = torch.float32
+    return case
 
 
 def _cu_seqlens(sequences: int) -> Tensor:
@@ -141,34 +145,31 @@ def _linear_attention() -> None:
     _train(o)
 
 
-def _kda_decode(rows: int) -> Callable[[], None]:
+def _kda_decode(rows: int, head_dim: int = HEAD_DIM) -> Callable[[], None]:
     def case() -> None:
-        P = HEADS * HEAD_DIM
+        P = HEADS * head_dim
         flat = [_tensor(rows, width, grad=False) for width in (P, P, P, P, HEADS, P)]
         kda_decode_triton(
             *flat,
             _tensor(rows, 3 * P, 4, grad=False),
-            _tensor(rows, HEADS, HEAD_DIM, HEAD_DIM, dtype=FP32, grad=False),
+            _tensor(rows, HEADS, head_dim, head_dim, dtype=FP32, grad=False),
             conv_weights=tuple(_tensor(P, 4, dtype=FP32, grad=False) for _ in range(3)),
             A_log=_tensor(HEADS, dtype=FP32, grad=False),
             dt_bias=_tensor(P, dtype=FP32, grad=False),
             lower_bound=-5.0,
-            norm_weight=_tensor(HEAD_DIM, dtype=FP32, grad=False),
+            norm_weight=_tensor(head_dim, dtype=FP32, grad=False),
             eps=1e-5,
         )
 
     return case
 
 
-def _latent_attention(masked: bool) -> Callable[[], None]:
+def _latent_attention(masked: bool, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
     def case() -> None:
         B, A, S = 8, HEADS, 16384
+        shapes = ((B, 1, A, 128), (B, 1, A, 64), (B, S, 512), (B, S, 64), (A, 256, 512))
         latent_attention_triton(
-            _tensor(B, 1, A, 128, grad=False),
-            _tensor(B, 1, A, 64, grad=False),
-            _tensor(B, S, 512, grad=False),
-            _tensor(B, S, 64, grad=False),
-            _tensor(A, 256, 512, grad=False),
+            *(_tensor(*shape, dtype=dtype, grad=False) for shape in shapes),
             scale=0.07,
             mask=torch.empty(B, 1, 1, S, dtype=torch.bool, device="meta") if masked else None,
             is_causal=True,
@@ -179,7 +180,7 @@ def _latent_attention(masked: bool) -> Callable[[], None]:
     return case
 
 
-def _experts(tokens: int, train: bool) -> Callable[[], None]:
+def _experts(tokens: int, train: bool, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
     def case() -> None:
         E, Z, k = 896, 3584, 16
 
@@ -190,7 +191,7 @@ def _experts(tokens: int, train: bool) -> Callable[[], None]:
             )
 
         y = grouped_experts_triton(
-            _tensor(tokens, Z, grad=train),
+            _tensor(tokens, Z, dtype=dtype, grad=train),
             torch.empty(tokens, k, dtype=torch.int64, device="meta"),
             _tensor(tokens, k, dtype=FP32, grad=train),
             packed(2 * INTERMEDIATE, Z),
@@ -203,18 +204,17 @@ def _experts(tokens: int, train: bool) -> Callable[[], None]:
     return case
 
 
-CASES: dict[str, Callable[[], None]] = {
-    "gated_norm": _gated_norm,
+# What a model of Kimi K3's kind runs: these spill nothing.
+MAIN: dict[str, Callable[[], None]] = {
+    "gated_norm": _gated_norm(HEAD_DIM),
     "situ": _situ,
     "short_conv": _short_conv(TOKENS, packed=False, train=True),
     "short_conv packed": _short_conv(TOKENS, packed=True, train=True),
     "short_conv decode": _short_conv(1, packed=False, train=False),
-    "depth_attention": _depth_attention,
+    "depth_attention": _depth_attention(8, HIDDEN),
     "kda": _kda(-5.0),
     "kda packed": _kda(-5.0, packed=True),
     "kda softplus": _kda(None),
-    "kda fp32": _kda(-5.0, dtype=FP32),
-    "kda heads of 256": _kda(None, head_dim=256, tokens=1024),
     "kda few tokens": _kda(-5.0, train=False, tokens=4),
     "gated delta rule": _delta_rule(gated=True),
     "delta rule": _delta_rule(gated=False),
@@ -227,3 +227,17 @@ CASES: dict[str, Callable[[], None]] = {
     "experts 64 tokens": _experts(64, train=False),
     "experts 8192 tokens": _experts(8192, train=True),
 }
+# The ends of what the kernels accept.
+OTHERS: dict[str, Callable[[], None]] = {
+    "gated_norm rows of 8192": _gated_norm(8192, FP32),
+    "depth_attention fp32": _depth_attention(8, HIDDEN, FP32),
+    "depth_attention 16 blocks": _depth_attention(16, 8192),
+    "depth_attention fp32, 16 blocks": _depth_attention(16, 8192, FP32),
+    "kda fp32": _kda(-5.0, dtype=FP32),
+    "kda heads of 256": _kda(None, head_dim=256, tokens=1024),
+    "kda fp32, heads of 256": _kda(None, dtype=FP32, head_dim=256, tokens=1024),
+    "kda_decode 1 row, heads of 256": _kda_decode(1, 256),
+    "latent_attention fp32": _latent_attention(masked=False, dtype=FP32),
+    "experts fp32": _experts(8192, train=True, dtype=FP32),
+}
+CASES = MAIN | OTHERS

@@ -48,6 +48,7 @@ def latent_masks(B, T, S):
 @pytest.mark.parametrize("T", [1, 3])
 def test_latent_attention(kind, T, monkeypatch):
     monkeypatch.setattr("kimi_hf.ops.latent_attention.kernels.LEAST_KEYS", 32)  # several ranges of keys
+    monkeypatch.setattr("kimi_hf.ops.latent_attention.kernels.SLICE", 16 if T == 1 else 64)  # scores in slices, or not
     B, A, S = 2, 3, 71
     tensors, options = latent_tensors(B, T, A, S)
     options |= {"mask": latent_masks(B, T, S).get(kind), "is_causal": kind != "everything"}

@@ -26,7 +26,7 @@ def both(operation, **options):
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "silu"])
-@pytest.mark.parametrize("shape", [(3, 5, 24), (7, 100), (2, 3)])
+@pytest.mark.parametrize("shape", [(3, 5, 24), (7, 100), (2, 3), (1, 4100)])
 def test_gated_norm(shape, activation):
     tensors = {"x": torch.randn(shape) * 3, "weight": torch.randn(shape[-1]), "gate": torch.randn(shape) * 3}
     agree(*both(gated_norm, eps=1e-5, activation=activation), tensors, **EXACT)

@@ -29,7 +29,9 @@ CONFIGS = (
     Config("tile4k_w4", {"TILE": 4096}, num_warps=4, num_stages=1),
     Config("tile2k_w4", {"TILE": 2048}, num_warps=4, num_stages=1),
     Config("tile8k_w8", {"TILE": 8192}, num_warps=8, num_stages=1),
+    Config("tile8k_w16", {"TILE": 8192}, num_warps=16, num_stages=1, suits=("wide",)),
 )
+WIDE = 4096  # rows above this are held by 16 warps
 PROGRAMS = 1024  # of the backward: enough to fill a GPU, few enough for a cheap last reduction of the weight gradient
 
 
@@ -90,7 +92,7 @@ class _GatedNorm(torch.autograd.Function):
         y = torch.empty_like(x)
         V = x.shape[-1]
         BV, rows = next_power_of_2(V), x.numel() // V
-        config = choose(gated_norm_forward_kernel, CONFIGS, f"V{BV}", x.device)
+        config = choose(gated_norm_forward_kernel, CONFIGS, f"V{BV}", x.device, kind="wide" if BV > WIDE else "")
         launch(
             gated_norm_forward_kernel, (cdiv(rows, max(1, config.constants["TILE"] // BV)),), config, x.device,
             x_ptr=x, weight_ptr=weight, gate_ptr=gate, y_ptr=y, rows=rows, eps=eps, V=V, BV=BV, ACTIVATION=activation,
@@ -106,7 +108,7 @@ class _GatedNorm(torch.autograd.Function):
         eps, activation = ctx.options
         V = x.shape[-1]
         BV, rows = next_power_of_2(V), x.numel() // V
-        config = choose(gated_norm_backward_kernel, CONFIGS, f"V{BV}", x.device)
+        config = choose(gated_norm_backward_kernel, CONFIGS, f"V{BV}", x.device, kind="wide" if BV > WIDE else "")
         tiles = cdiv(rows, max(1, config.constants["TILE"] // BV))
         programs = min(tiles, PROGRAMS)
         dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)

@@ -49,7 +49,8 @@ VALUE_GRAD = (
 KEY_GRAD = (
     Config("k32v64_w8", {"BK": 32, "BV": 64}, num_warps=8, num_stages=1),
     Config("k64v32_w8", {"BK": 64, "BV": 32}, num_warps=8, num_stages=1),
-    Config("k16v32_w8", {"BK": 16, "BV": 32}, num_warps=8, num_stages=1, suits=NARROW),
+    Config("k16v32_w8", {"BK": 16, "BV": 32}, num_warps=8, num_stages=1, suits=("hip", "wide")),
+    Config("k16v16_w8", {"BK": 16, "BV": 16}, num_warps=8, num_stages=1, suits=("fp32",)),
 )
 SCORE_GRAD = (
     Config("k16_w8", {"BK": 16}, num_warps=8, num_stages=1),

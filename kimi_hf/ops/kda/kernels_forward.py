@@ -53,7 +53,10 @@ CHUNK = 64
 FP32_CHUNK = 32  # fp32 operands are split into three, and registers hold half as many tokens
 # Kinds of calls with default configurations of their own; see `_kind`.
 NARROW = ("hip", "fp32", "wide")
-PREPARE = (Config("k64_w4", {"BK": 64}, num_warps=4, num_stages=1),)
+PREPARE = (
+    Config("k64_w4", {"BK": 64}, num_warps=4, num_stages=1),
+    Config("k32_w4", {"BK": 32}, num_warps=4, num_stages=1, suits=("fp32",)),
+)
 INTRA = (
     Config("k32v64_w8", {"BK": 32, "BV": 64}, num_warps=8, num_stages=1),
     Config("k64v64_w8", {"BK": 64, "BV": 64}, num_warps=8, num_stages=1),
@@ -443,7 +446,7 @@ def run_chunks(
     b = None if b is None else s.empty(*b, dtype=fp32)
     norms = [s.empty(s.tokens, s.H, dtype=fp32) if rule.feature == "l2" else None for _ in range(2)]
     if b is not None or norms[0] is not None:
-        config = choose(chunk_prepare_kernel, PREPARE, s.key, device)
+        config = choose(chunk_prepare_kernel, PREPARE, s.key, device, kind=s.kind)
         launch(
             chunk_prepare_kernel, (s.chunks * s.H,), config, device, **s.where, **s.owner, **s.place,
             q_ptr=q, k_ptr=k, g_ptr=g, A_ptr=A_log, bias_ptr=dt_bias, b_ptr=b, q_inverse_ptr=norms[0],

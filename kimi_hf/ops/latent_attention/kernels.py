@@ -33,7 +33,9 @@ SPLIT = (
     Config("h16s32_w4", {"BH": 16, "BS": 32}, num_warps=4, num_stages=2),
     Config("h64s32_w8", {"BH": 64, "BS": 32}, num_warps=8, num_stages=2),
     Config("h32s32_w4", {"BH": 32, "BS": 32}, num_warps=4, num_stages=1, suits=("hip",)),
+    Config("h16s32_w8", {"BH": 16, "BS": 32}, num_warps=8, num_stages=1, suits=("fp32",)),
 )
+SLICE = 64  # of R, in the scores of fp32
 MERGE = Config("w4", num_warps=4, num_stages=1)
 PROGRAMS = 264  # wanted in the split pass: two for each of a large GPU's 132 processors
 LEAST_KEYS = 128  # of a range
@@ -45,7 +47,7 @@ def latent_split_kernel(
     queries, keys, range_keys, ranges, latent_b, latent_s, k_rope_b, k_rope_s, mask_b, mask_t, mask_s,
     A: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr,
-    BH: tl.constexpr, BS: tl.constexpr,
+    SLICE: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """part [ranges, B T, A, R]: normalised sums of one range of keys; total [ranges, B T, A]: its log2 softmax total."""
     groups: tl.constexpr = (A + BH - 1) // BH
@@ -57,7 +59,8 @@ def latent_split_kernel(
     r, p = tl.arange(0, BR), tl.arange(0, BP)
     at = wide(row) * A + head
     heads = head < A
-    q = tl.load(q_ptr + at[:, None] * R + r[None, :], mask=heads[:, None] & (r < R)[None, :], other=0.0).to(DT)
+    if SLICE == BR:
+        q = tl.load(q_ptr + at[:, None] * R + r[None, :], mask=heads[:, None] & (r < R)[None, :], other=0.0).to(DT)
     if P > 0:
         rope_inside = heads[:, None] & (p < P)[None, :]
         q_rope = tl.load(rope_ptr + at[:, None] * P + p[None, :], mask=rope_inside, other=0.0).to(DT)
@@ -73,7 +76,17 @@ def latent_split_kernel(
         visible = s < last
         at_c = wide(b) * latent_b + wide(s)[:, None] * latent_s + r[None, :]
         c = tl.load(latent_ptr + at_c, mask=visible[:, None] & (r < R)[None, :], other=0.0).to(DT)  # [BS, BR]
-        scores = tl.dot(q, tl.trans(c), input_precision=PRECISION)
+        if SLICE == BR:
+            scores = tl.dot(q, tl.trans(c), input_precision=PRECISION)
+        else:  # operands of fp32 do not fit the registers at once; both come from the cache slice by slice
+            scores = tl.zeros([BH, BS], tl.float32)
+            for r_first in range(0, R, SLICE):
+                part_r = r_first + tl.arange(0, SLICE)
+                at_q = at[:, None] * R + part_r[None, :]
+                q_part = tl.load(q_ptr + at_q, mask=heads[:, None] & (part_r < R)[None, :], other=0.0)
+                at_part = wide(b) * latent_b + wide(s)[:, None] * latent_s + part_r[None, :]
+                c_part = tl.load(latent_ptr + at_part, mask=visible[:, None] & (part_r < R)[None, :], other=0.0)
+                scores += tl.dot(q_part.to(DT), tl.trans(c_part.to(DT)), input_precision=PRECISION)
         if P > 0:
             k_inside = visible[:, None] & (p < P)[None, :]
             at_k = wide(b) * k_rope_b + wide(s)[:, None] * k_rope_s + p[None, :]
@@ -156,8 +169,9 @@ def absorbed_attention(
     """sum_s P_s c_s [B, T, A, R] for absorbed queries q [B, T, A, R]; the other arguments as `latent_attention`'s."""
     B, T, A, R = q.shape
     S, P, device = latent.shape[1], q_rope.shape[-1], q.device
-    rows = B * T
-    config = choose(latent_split_kernel, SPLIT, f"{q.dtype}/R{R}", device, kind="hip" if on_hip() else "")
+    rows, BR = B * T, max(16, next_power_of_2(R))
+    kind = "fp32" if q.dtype == torch.float32 else "hip" if on_hip() else ""
+    config = choose(latent_split_kernel, SPLIT, f"{q.dtype}/R{R}", device, kind=kind)
     groups = cdiv(A, config.constants["BH"])
     ranges = max(1, min(cdiv(PROGRAMS, max(1, rows * groups)), cdiv(S, LEAST_KEYS)))
     range_keys = cdiv(cdiv(S, ranges), config.constants["BS"]) * config.constants["BS"]
@@ -180,9 +194,9 @@ def absorbed_attention(
         latent_b=latent.stride(0), latent_s=latent.stride(1), k_rope_b=k_rope.stride(0), k_rope_s=k_rope.stride(1),
         mask_ptr=mask, part_ptr=part, total_ptr=total, scale=scale, lowest=lowest,
         queries=T, keys=S, range_keys=range_keys, ranges=ranges, mask_b=strides[0], mask_t=strides[1],
-        mask_s=strides[2], A=A, R=R, P=P, BR=max(16, next_power_of_2(R)), BP=max(16, next_power_of_2(P)),
+        mask_s=strides[2], A=A, R=R, P=P, BR=BR, BP=max(16, next_power_of_2(P)),
         CAUSAL=mask is None and is_causal and T > 1, MASK=kind, DT=dot_dtype(q.dtype),
-        PRECISION=fp32_precision(device),
+        PRECISION=fp32_precision(device), SLICE=min(SLICE, BR) if q.dtype == torch.float32 else BR,
     )  # fmt: skip
     mixed = torch.empty(B, T, A, R, dtype=q.dtype, device=device)
     launch(

@@ -44,6 +44,7 @@ GROUPED = (
 TRANSPOSED = (
     Config("i128o64_w8", {"BI": 128, "BO": 64}, num_warps=8, num_stages=2),
     Config("i64o64_w4", {"BI": 64, "BO": 64}, num_warps=4, num_stages=2),
+    Config("i128o32_w8", {"BI": 128, "BO": 32}, num_warps=8, num_stages=2, suits=("fp32",)),
 )
 MOST_ROWS = 64  # of a tile
 FEW_ROWS = 8  # up to here rows of one matrix are multiplied one by one
@@ -265,7 +266,13 @@ def grouped_transposed(g: Tensor, packed: Tensor, scale: Tensor, bound: Tensor) 
     OUT, IN = packed.shape[1], 2 * packed.shape[2]
     tiles = row_tiles(bound, len(g))
     x = torch.empty(len(g), IN, dtype=g.dtype, device=g.device)
-    config = choose(grouped_transposed_kernel, TRANSPOSED, f"{g.dtype}/{OUT}x{IN}/M{tiles.size}", g.device)
+    config = choose(
+        grouped_transposed_kernel,
+        TRANSPOSED,
+        f"{g.dtype}/{OUT}x{IN}/M{tiles.size}",
+        g.device,
+        kind="fp32" if g.dtype == torch.float32 else "",
+    )
     launch(
         grouped_transposed_kernel, (tiles.owner.numel() * cdiv(IN, config.constants["BI"]),), config, g.device,
         g_ptr=g.contiguous(), packed_ptr=packed.contiguous(), scale_ptr=scale.contiguous(), x_ptr=x,
