@@ -282,8 +282,8 @@ def write_report(made: dict[str, Any], disk: list[dict[str, Any]], runs: list[di
         )
         lines.append(
             f"{start}| {row['step']} decoding | {row['tokens'] / row['tokens_s']:.1f} | {row['tokens_s']:.2f} | "
-            f"{row['cpu_s_per_token']:.2f} | {row['gb_per_token']:.2f} | {row['gb_s_of_reading']:.2f} | {row['share_of_time_reading']:.0%} | "
-            f"{row['hit_rate']:.1%} | {row['peak_gb']:.2f} |"
+            f"{row['cpu_s_per_token']:.2f} | {row['gb_per_token']:.2f} | {row['gb_s_of_reading']:.2f} | "
+            f"{row['share_of_time_reading']:.0%} | {row['hit_rate']:.1%} | {row['peak_gb']:.2f} |"
         )
     lines += ["", "The disk, by experts at random places (cold: the file's pages dropped first):", ""]
     lines += ["| way | cold GB/s | warm GB/s | cold CPU s a GB | warm CPU s a GB |", "|---|---|---|---|---|"]

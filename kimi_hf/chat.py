@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), help="seed of sampling")
     parser.add_argument("--device", type=device, default="auto", help="device map or device (auto, cpu, cuda:0)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto is the checkpoint's")
+    parser.add_argument(
+        "--experts-on-disk", action="store_true", help="read routed experts from their files as they are needed"
+    )
     parser.add_argument("--no-color", action="store_true", help="no escape codes; so too without a terminal")
 
 
@@ -131,7 +134,8 @@ def open_session(args: argparse.Namespace) -> Any:
     processor = None
     if cached_file(args.path, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False):
         processor = AutoProcessor.from_pretrained(args.path)
-    model = AutoModelForCausalLM.from_pretrained(args.path, dtype=args.dtype, device_map=args.device).eval()
+    storage = {"expert_storage": "disk"} if args.experts_on_disk else {}
+    model = AutoModelForCausalLM.from_pretrained(args.path, dtype=args.dtype, device_map=args.device, **storage).eval()
     if args.seed is not None:
         torch.manual_seed(args.seed)
     settings = ChatSettings(

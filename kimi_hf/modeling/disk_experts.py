@@ -125,6 +125,7 @@ def leave_experts_on_disk(model: nn.Module, checkpoint: Checkpoint | None, load_
     store = ExpertStore(checkpoint, [module.layer for module in modules.values()], first.sizes, first.cache_bytes)
     for module in modules.values():
         module.store = store
+    model._can_compile_fullgraph = False  # reading a file is no part of a graph
     rest = {name: entry for name, entry in checkpoint.entries.items() if ".experts." not in name}
     index = load_config.sharded_metadata
     if index is not None:

@@ -141,6 +141,7 @@ def test_command_talks_with_a_checkpoint(checkpoint, monkeypatch, capsys):
         tools,
         "--device",
         "cpu",
+        "--experts-on-disk",
     )
     assert chat.run(parse(checkpoint, *options)) == 0
     assert "[thinking]" in capsys.readouterr().out
