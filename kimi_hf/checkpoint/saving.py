@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from .sources import with_variant
+from .shards import INDEX_NAME, with_variant
 
 logger = logging.get_logger(__name__)
 # Nothing loads a folder without these, so they leave first and come last: a kill in between is never a mixed model.
@@ -63,8 +63,25 @@ def _workplace(place: Path) -> Path:
         return place.parent
     if not os.access(place, os.W_OK | os.X_OK):
         raise PermissionError(f"save_pretrained: {place} cannot be written to")
-    same = os.stat(place).st_dev == os.stat(place.parent).st_dev
+    same = _device(place) == _device(place.parent)
     return place.parent if same and os.access(place.parent, os.W_OK | os.X_OK) else place
+
+
+def told_of_interrupted_save(folder: Path) -> str:
+    """What an error about `folder` should add if a save was killed while it exchanged files; usually nothing."""
+    place = Path(os.path.realpath(folder))
+    for parent in (place.parent, place):
+        for partial in parent.glob(f".{place.name}.partial-*"):
+            if (partial / "old" / "config.json").exists():
+                return (
+                    f". A save was interrupted while it exchanged files: those that were there lie in {partial / 'old'}, "
+                    f"the new ones in {partial / 'new'} and, as far as they had come, in the folder itself"
+                )
+    return ""
+
+
+def _device(folder: Path) -> int:
+    return folder.stat().st_dev
 
 
 def _put(new: Path, old: Path, place: Path, variant: str | None) -> None:
@@ -93,4 +110,4 @@ def _stale(arriving: set[str], place: Path, variant: str | None) -> set[str]:
     if not any(weights.fullmatch(name) for name in arriving):
         return set()
     found = {path.name for path in place.iterdir() if weights.fullmatch(path.name)}
-    return found | {with_variant("model.safetensors.index.json", variant)}
+    return found | {with_variant(INDEX_NAME, variant)}

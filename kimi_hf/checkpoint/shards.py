@@ -318,6 +318,12 @@ def weights_file(folder: Path, single: str = SINGLE_NAME, index: str = INDEX_NAM
     return folder / single if has_single else folder / index if has_index else None
 
 
+def with_variant(name: str, variant: str | None) -> str:
+    """`model.safetensors` -> `model.fp16.safetensors`; `model.safetensors.index.json` -> `....index.fp16.json`."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}.{variant}{dot}{suffix}" if variant else name
+
+
 def read_index(path: Path) -> dict:
     """An index whose form is checked: `weight_map` gives the file of each tensor."""
     try:

@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from ..errors import CheckpointError
 from .check import refuse_foreign
 from .geometry import as_dict, load_config
+from .saving import told_of_interrupted_save
 from .shards import (
     DTYPE_NAMES,
     INDEX_NAME,
@@ -36,6 +37,7 @@ from .shards import (
     read_header,
     read_index,
     weights_file,
+    with_variant,
 )
 
 GIVEN = "the given state_dict"
@@ -91,12 +93,6 @@ def in_folder(folder: Path, variant: str | None = None, use_safetensors: bool | 
         if path is not None:
             return _open_pickled(path)
     return None
-
-
-def with_variant(name: str, variant: str | None) -> str:
-    """`model.safetensors` -> `model.fp16.safetensors`; `model.safetensors.index.json` -> `....index.fp16.json`."""
-    stem, dot, suffix = name.rpartition(".")
-    return f"{stem}.{variant}{dot}{suffix}" if variant else name
 
 
 def of_files(files: Sequence[str], index: Mapping[str, Any] | None, source: object) -> Checkpoint | None:
@@ -157,14 +153,16 @@ def _open_folder(source: str | os.PathLike | None, arguments: Mapping[str, Any])
     named = getattr(arguments.get("config"), "transformers_weights", None)
     if source is None or not by_files or named or not folder.is_dir():
         return None
+    config = arguments.get("config")
+    if config is None and not (folder / "config.json").exists():
+        told = told_of_interrupted_save(folder)
+        if told or any(folder.glob("model*.safetensors")):
+            raise CheckpointError(f"{folder} has no config.json: nothing says which model its weights belong to{told}")
     checkpoint = in_folder(folder, arguments.get("variant"), arguments.get("use_safetensors"))
     if checkpoint is not None:
         if checkpoint.index is not None and not isinstance(checkpoint.index.get("metadata"), dict):
             path = folder / with_variant(INDEX_NAME, arguments.get("variant"))
             raise CheckpointError(f'{path} has no "metadata" object, which transformers asks for; restore it')
-        config = arguments.get("config")
-        if config is None and not (folder / "config.json").exists():
-            raise CheckpointError(f"{folder} has no config.json: nothing says which model its weights belong to")
         # transformers asks for packages that read foreign formats before it comes to the files.
         if hasattr(config, "to_dict"):
             refuse_foreign(checkpoint, as_dict(config))
@@ -175,10 +173,8 @@ def _open_folder(source: str | os.PathLike | None, arguments: Mapping[str, Any])
 
 def _look_into_cache(source: str | os.PathLike | None, arguments: Mapping[str, Any]) -> None:
     """Raise for the damaged file, by name, among those that were fetched of the repository `source`."""
-    variant, options = (
-        arguments.get("variant"),
-        {"local_files_only": True, "_raise_exceptions_for_missing_entries": False},
-    )
+    variant = arguments.get("variant")
+    options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     options |= {name: arguments[name] for name in ("cache_dir", "revision", "subfolder") if arguments.get(name)}
     for name in (SINGLE_NAME, INDEX_NAME, PICKLED, PICKLED_INDEX):
         path = cached_file(str(source), with_variant(name, variant), **options) if source is not None else None
