@@ -159,6 +159,7 @@ def _kda_decode(rows: int, head_dim: int = HEAD_DIM) -> Callable[[], None]:
             lower_bound=-5.0,
             norm_weight=_tensor(head_dim, dtype=FP32, grad=False),
             eps=1e-5,
+            real=None if rows == 1 else torch.empty(rows, dtype=torch.bool, device="meta"),
         )
 
     return case

@@ -176,13 +176,22 @@ def build_mask_info(
     if attention_mask is None and _continues(config, inputs_embeds, past_key_values, past):
         return MaskInfo(None, continues=True)
     if "full_attention" in config.layer_types:
-        attention = create_causal_mask(
-            config=config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
+        if length == 1 and real is not None and isinstance(past, int) and _would_wait(config, inputs_embeds):
+            attention = real[:, None, None].bool()  # one query sees every real token
+        else:
+            attention = create_causal_mask(
+                config=config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+            )
     return MaskInfo(attention, layout, real=real)
+
+
+def _would_wait(config, inputs_embeds: Tensor) -> bool:
+    """Whether making the mask would ask an accelerator if there is padding at all, and wait for the answer."""
+    on_accelerator = inputs_embeds.device.type != "cpu" and not is_torchdynamo_compiling()
+    return on_accelerator and config._attn_implementation == "sdpa"
 
 
 def _continues(config, inputs_embeds: Tensor, cache, past: int | Tensor) -> bool:

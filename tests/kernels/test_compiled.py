@@ -78,7 +78,8 @@ def decode_call():
     tensors += [torch.randn(N, 3 * H * K, W), torch.randn(N, H, K, V)]
     weights = {"conv_weights": tuple(torch.randn(H * K, W) for _ in range(3)), "A_log": torch.rand(H),
                "dt_bias": torch.randn(H * K), "norm_weight": torch.randn(V)}  # fmt: skip
-    return lambda *t: kda_decode(*t, **weights, eps=1e-5, backend="triton"), tensors
+    real = torch.tensor([True, False])
+    return lambda *t: kda_decode(*t, **weights, eps=1e-5, real=real, backend="triton"), tensors
 
 
 def latent_call():

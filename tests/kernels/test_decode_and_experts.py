@@ -87,6 +87,7 @@ def test_latent_attention_declines_what_needs_gradients_or_weights():
 @pytest.mark.parametrize("form", ["whole", "cut"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 3e-6), (torch.float16, 2e-3)])
 def test_kda_decode(lower_bound, form, dtype, tolerance, monkeypatch):
+    """With padding in one row where the gate is bounded."""
     if form == "whole":
         monkeypatch.setattr("kimi_hf.ops.kda_decode.kernels.ENOUGH_PROGRAMS", 1)
     N, H, K, V, W = 2, 2, 20, 40, 4
@@ -100,6 +101,7 @@ def test_kda_decode(lower_bound, form, dtype, tolerance, monkeypatch):
         "lower_bound": lower_bound,
         "norm_weight": torch.randn(V),
         "eps": 1e-5,
+        "real": None if lower_bound is None else torch.tensor([False, True]),
     }
     results = {}
     for backend in ("reference", "triton"):

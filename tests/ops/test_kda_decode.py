@@ -41,6 +41,18 @@ def test_eager_equals_the_definition(rows, heads, key, value, width, dtype, boun
     torch.testing.assert_close(ours[7], theirs[7], rtol=1e-3 if dtype == torch.bfloat16 else 1e-5, atol=tolerance)
 
 
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_padding_keeps_its_memory(backend):
+    tensors, options = inputs(3, 2, 8, 8, 4, torch.float32)
+    padded, whole = [[x.clone() for x in tensors] for _ in range(2)]
+    real = torch.tensor([True, False, True])
+    y = kda_decode(*padded, **options, real=real, backend=backend)
+    expected = kda_decode(*whole, **options, backend=backend)
+    assert torch.equal(y[real], expected[real]) and not y[1].any()
+    for actual, stepped, before in zip(padded[6:], whole[6:], tensors[6:], strict=True):
+        assert torch.equal(actual[real], stepped[real]) and torch.equal(actual[1], before[1])
+
+
 @torch.no_grad()
 def test_a_step_in_place_equals_the_general_way_and_hooks_are_not_bypassed():
     torch.manual_seed(0)

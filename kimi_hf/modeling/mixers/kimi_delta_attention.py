@@ -10,7 +10,7 @@ from ...ops.kda import kda
 from ...ops.kda_decode import kda_decode
 from ..cache import TokenInputs, recurrent_layer
 from ..norms import KimiGatedRMSNorm
-from ..sequence import MaskInfo, PaddedRows, SequenceLayout
+from ..sequence import MaskInfo, PackedDocuments, PaddedRows, SequenceLayout
 from .short_convolution import ShortConvolution, convolve
 
 
@@ -67,9 +67,12 @@ class KimiDeltaAttention(nn.Module):
         )
         gate = self.g_proj(hidden_states) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
         layer = recurrent_layer(past_key_values, self.layer_idx)
-        if layout is None and hidden_states.shape[1] == 1 and (memory := self._memory_to_step(layer)) is not None:
-            return self.o_proj(self._step(*(x[:, 0] for x in (*raw, gate)), *memory)[:, None]), None
-        inputs = TokenInputs(raw, layout.real if isinstance(layout, PaddedRows) else None)
+        real = layout.real if isinstance(layout, PaddedRows) else None
+        one = hidden_states.shape[1] == 1 and not isinstance(layout, PackedDocuments)
+        if one and (memory := self._memory_to_step(layer)) is not None:
+            step = self._step(*(x[:, 0] for x in (*raw, gate)), *memory, None if real is None else real[:, 0])
+            return self.o_proj(step[:, None]), None
+        inputs = TokenInputs(raw, real)
         if layer is None:
             mixed, _, _ = self.advance(inputs, None, None, layout, keep=False)
         else:
@@ -91,9 +94,18 @@ class KimiDeltaAttention(nn.Module):
         return layer.memory_to_step()
 
     def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, gate: Tensor, window: Tensor, state: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        gate: Tensor,
+        window: Tensor,
+        state: Tensor,
+        real: Tensor | None,
     ) -> Tensor:
-        """One token of each row: projections (B, P) and beta (B, H) -> normed and gated output (B, P)."""
+        """One token of each row: projections (B, P), beta (B, H), real (B,) or None -> normed, gated output (B, P)."""
         return kda_decode(
             q,
             k,
@@ -109,6 +121,7 @@ class KimiDeltaAttention(nn.Module):
             lower_bound=self.lower_bound,
             norm_weight=self.o_norm.weight,
             eps=self.o_norm.eps,
+            real=real,
         )
 
     def advance(

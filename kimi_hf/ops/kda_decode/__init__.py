@@ -36,6 +36,7 @@ def kda_decode(
     lower_bound: float | None = None,
     norm_weight: Tensor,
     eps: float,
+    real: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """`short_conv` of q, k and v, `kda` and `gated_norm` for one token of each of N sequences, without gradients.
@@ -48,6 +49,7 @@ def kda_decode(
         conv_weights: of q, k and v, [channels, W] or [channels, 1, W].
         A_log: [H]. dt_bias: [H*K]. lower_bound: None (softplus gate) or a negative number.
         norm_weight: [V]. eps: of the norm.
+        real: bool [N], rows whose token is no padding; None for all. Padding changes no memory, and its output is 0.
         backend: None for automatic.
     Returns: [N, H*V] in gate.dtype.
     Raises: ShapeError for shapes or layouts; BackendError when a named backend cannot serve.
@@ -72,6 +74,8 @@ def kda_decode(
                 f"kda_decode: {name} has strides {tensor.stride()}, expected a contiguous tensor to update"
             )
     checks.require_floating("kda_decode", q=q, k=k, v=v, g=g, beta=beta, gate=gate, window=window, state=state)
+    if real is not None:
+        checks.require_shape("kda_decode", "real", real, (N,), "(N,)")
     run = OPERATION.pick(q, backend, head_dim=K, value_dim=V, window=window, state=state)
     return run(
         q,
@@ -88,4 +92,5 @@ def kda_decode(
         lower_bound=lower_bound,
         norm_weight=norm_weight,
         eps=eps,
+        real=real,
     )

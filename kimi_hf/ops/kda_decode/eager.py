@@ -9,9 +9,15 @@ from torch.nn.functional import silu
 from kimi_hf.ops import checks
 from kimi_hf.ops.gated_norm.reference import gated_norm_reference
 from kimi_hf.ops.kda import kda
+from kimi_hf.ops.kda_decode.reference import with_padding
 
 
-def kda_decode_eager(
+def kda_decode_eager(*inputs: Tensor, real: Tensor | None, **options) -> Tensor:
+    """See `kimi_hf.ops.kda_decode.kda_decode`."""
+    return with_padding(_step, inputs, real, options)
+
+
+def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -28,7 +34,6 @@ def kda_decode_eager(
     norm_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """See `kimi_hf.ops.kda_decode.kda_decode`."""
     _, H, K, V = state.shape
     dtype = checks.compute_dtype(q.dtype)
     tokens = torch.cat([q, k, v], 1).to(window.dtype)

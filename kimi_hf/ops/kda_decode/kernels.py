@@ -53,11 +53,14 @@ def gated_norm_row(o, z_ptr, weight_ptr, out, real, eps, V: tl.constexpr):
 @triton.jit
 def kda_decode_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, z_ptr, window_ptr, q_weight_ptr, k_weight_ptr, v_weight_ptr,
-    A_ptr, bias_ptr, norm_ptr, state_ptr, y_ptr, scale, lower_bound, eps,
+    A_ptr, bias_ptr, norm_ptr, state_ptr, y_ptr, real_ptr, scale, lower_bound, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, GATE: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """BV < V: y is fp32 scratch that receives o, and the q and k windows are left to the second kernel."""
+    """BV < V: y is fp32 scratch that receives o, and the q and k windows are left to the second kernel.
+
+    A row that is not real keeps its memory; its output is 0.
+    """
     cuts: tl.constexpr = (V + BV - 1) // BV
     sequence = wide(tl.program_id(0) // (H * cuts))
     h = tl.program_id(0) // cuts % H
@@ -69,6 +72,10 @@ def kda_decode_kernel(
     k_ptr += sequence * (H * K) + h * K
     v_ptr += sequence * (H * V) + h * V
     y_ptr += sequence * (H * V) + h * V
+    if real_ptr is not None:
+        if tl.load(real_ptr + sequence) == 0:
+            tl.store(y_ptr + out, tl.zeros([BV], y_ptr.dtype.element_ty), mask=real_v)
+            return
     window_ptr += sequence * (2 * H * K + H * V) * W
     q_window_ptr = window_ptr + h * K * W
     k_window_ptr = window_ptr + (H + h) * K * W
@@ -98,7 +105,7 @@ def kda_decode_kernel(
 
 @triton.jit
 def kda_decode_finish_kernel(
-    q_ptr, k_ptr, o_ptr, z_ptr, window_ptr, norm_ptr, y_ptr, eps,
+    q_ptr, k_ptr, o_ptr, z_ptr, window_ptr, norm_ptr, y_ptr, real_ptr, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The second kernel of the two-kernel form: gated norm of o, and the shift of the q and k windows."""
@@ -109,6 +116,9 @@ def kda_decode_finish_kernel(
     o = tl.load(o_ptr + at + out, mask=out < V, other=0.0)
     y = gated_norm_row(o, z_ptr + at, norm_ptr, out, out < V, eps, V)
     tl.store(y_ptr + at + out, y.to(y_ptr.dtype.element_ty), mask=out < V)
+    if real_ptr is not None:
+        if tl.load(real_ptr + sequence) == 0:
+            return
     shift_window(q_ptr + (sequence * H + h) * K, window_ptr + h * K * W, key, key < K, W)
     shift_window(k_ptr + (sequence * H + h) * K, window_ptr + (H + h) * K * W, key, key < K, W)
 
@@ -133,6 +143,7 @@ def _step(
     lower_bound: float | None,
     norm_weight: Tensor,
     eps: float,
+    real: Tensor | None,
 ) -> Tensor:
     N, H, K, V = state.shape
     W = window.shape[-1]
@@ -143,7 +154,8 @@ def _step(
     cut = BV if whole else CUT
     y = torch.empty_like(gate)
     o = y if whole else torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
-    shared = {"q_ptr": q, "k_ptr": k, "z_ptr": gate, "window_ptr": window, "norm_ptr": norm_weight, "eps": eps}
+    shared = {"q_ptr": q, "k_ptr": k, "z_ptr": gate, "window_ptr": window, "norm_ptr": norm_weight, "eps": eps,
+              "real_ptr": None if real is None else real.contiguous().view(torch.uint8)}  # fmt: skip
     sizes = {"H": H, "K": K, "V": V, "W": W, "BK": BK}
     config = Config("whole" if whole else "cut", {"BV": cut}, _warps(BK * cut), num_stages=1)
     launch(
@@ -163,7 +175,8 @@ _operator = torch.library.custom_op(
     _step,
     mutates_args=("window", "state"),
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor gate, Tensor(a!) window, Tensor(b!) state, "
-    "Tensor[] conv_weights, Tensor A_log, Tensor dt_bias, float? lower_bound, Tensor norm_weight, float eps) -> Tensor",
+    "Tensor[] conv_weights, Tensor A_log, Tensor dt_bias, float? lower_bound, Tensor norm_weight, float eps, Tensor? real) "
+    "-> Tensor",
 )
 _operator.register_fake(lambda q, k, v, g, beta, gate, *others: torch.empty_like(gate))
 
@@ -184,8 +197,9 @@ def kda_decode_triton(
     lower_bound: float | None,
     norm_weight: Tensor,
     eps: float,
+    real: Tensor | None,
 ) -> Tensor:
     """See `kimi_hf.ops.kda_decode.kda_decode`."""
     run = _operator if torch.compiler.is_compiling() else _step
     tensors = (q, k, v, g, beta, gate, window, state, list(conv_weights), A_log, dt_bias)
-    return run(*tensors, lower_bound, norm_weight, eps)
+    return run(*tensors, lower_bound, norm_weight, eps, real)

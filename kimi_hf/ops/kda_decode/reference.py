@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from kimi_hf.ops.gated_norm import gated_norm
@@ -9,9 +12,21 @@ from kimi_hf.ops.kda import kda
 from kimi_hf.ops.short_conv import short_conv
 
 
-def kda_decode_reference(*inputs: Tensor, **options) -> Tensor:
+def kda_decode_reference(*inputs: Tensor, real: Tensor | None, **options) -> Tensor:
     """See `kimi_hf.ops.kda_decode.kda_decode`."""
-    return three_operations(*inputs, **options, backend="reference")
+    return with_padding(three_operations, inputs, real, options | {"backend": "reference"})
+
+
+def with_padding(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], real: Tensor | None, options: dict) -> Tensor:
+    """run(*inputs, **options) whose window and state, the last two inputs, stay as they were in rows that are not real."""
+    if real is None:
+        return run(*inputs, **options)
+    memory = inputs[-2:]
+    before = [x.clone() for x in memory]
+    y = run(*inputs, **options)
+    for x, old in zip(memory, before, strict=True):
+        x.copy_(torch.where(real.view(-1, *(1,) * (x.dim() - 1)), x, old))
+    return y.masked_fill(~real[:, None], 0)
 
 
 def three_operations(
