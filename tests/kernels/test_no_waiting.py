@@ -1,0 +1,74 @@
+"""No kernel's door, and no step of a model on the kernels, asks the device for a value.
+
+Everything runs on tensors without storage, with launches recorded instead of run: reading one value raises, and the
+choice of backends is a GPU's.
+"""
+
+import pytest
+import torch
+
+from kimi_hf.ops import dispatch
+from kimi_hf.ops.dispatch import importable
+from tests.contract.tiny import TINY
+
+if not importable("triton"):
+    pytest.skip("needs triton", allow_module_level=True)
+
+from benchmarks.kernel_cases import CASES
+from kimi_hf.ops.kernels_common import record_launches
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Tensors on "meta" choose backends as those on a GPU do; yields the launches."""
+    lacks = dispatch._machine_lacks
+    monkeypatch.setitem(dispatch.AUTOMATIC, "meta", dispatch.AUTOMATIC["cuda"])
+    monkeypatch.setattr(
+        dispatch, "_machine_lacks", lambda name, device: None if name == "triton" else lacks(name, "cpu")
+    )
+    with record_launches() as launches, torch.device("meta"):
+        yield launches
+
+
+def names(launches) -> set[str]:
+    return {launch.name.removesuffix("_kernel") for launch in launches}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_doors(name):
+    with record_launches() as launches, torch.device("meta"):
+        CASES[name]()
+    assert launches
+
+
+def k3_model():
+    tiny = next(tiny for tiny in TINY if tiny.name == "kimi-k3-text")
+    return tiny.build(attention="sdpa", first_k_dense_replace=1)
+
+
+def test_training_of_a_model(as_on_a_gpu):
+    ids = torch.zeros(2, 20, dtype=torch.long)
+    k3_model()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert names(as_on_a_gpu) >= {
+        "chunk_intra", "chunk_state", "chunk_output", "chunk_state_grad", "chunk_value_grad", "chunk_key_grad",
+        "chunk_score_grad", "chunk_input_grad", "short_conv_forward", "short_conv_backward", "gated_norm_forward",
+        "gated_norm_backward", "situ_forward", "situ_backward", "depth_attention_forward", "depth_attention_backward",
+    }  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoding_of_a_model(as_on_a_gpu, padded):
+    """What `generate` passes in each step: positions, and a mask over everything so far. Every kernel runs once a layer."""
+    model = k3_model()
+    cache = model(input_ids=torch.zeros(2, 20, dtype=torch.long)).past_key_values
+    for length in (21, 22):
+        as_on_a_gpu.clear()
+        mask = torch.ones(2, length, dtype=torch.long) if padded else None
+        positions = torch.zeros(2, 1, dtype=torch.long)
+        ids = torch.zeros(2, 1, dtype=torch.long)
+        model(input_ids=ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
+        count = [launch.name for launch in as_on_a_gpu]
+        assert count.count("kda_decode_kernel") == model.config.layer_types.count("linear_attention")
+        assert count.count("latent_split_kernel") == model.config.layer_types.count("full_attention")
+        assert not any(name.startswith(("chunk_", "recurrent_", "short_conv")) for name in count)
