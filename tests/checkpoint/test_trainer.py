@@ -71,6 +71,23 @@ def test_resuming_continues_exactly(name, tmp_path, caplog):
         assert "missing keys" not in record.message and "unexpected keys" not in record.message, record.message
 
 
+def test_resuming_from_shards_continues_exactly(tmp_path):
+    """Trainer reads them one after another, each with some of a layer's experts."""
+    straight = _model(K3)
+    _trainer(straight, tmp_path / "straight").train()
+    halfway = _trainer(_model(K3), tmp_path / "halfway", max_steps=2)
+    halfway.train()
+    checkpoint = tmp_path / "halfway" / "checkpoint-2"
+    halfway.model.save_pretrained(checkpoint, max_shard_size="100KB")
+    assert len(list(checkpoint.glob("model-*.safetensors"))) > 1 and not (checkpoint / "model.safetensors").exists()
+    resumed = _model(K3)
+    with torch.no_grad():
+        for parameter in resumed.parameters():
+            parameter.normal_()
+    _trainer(resumed, tmp_path / "halfway").train(resume_from_checkpoint=str(checkpoint))
+    assert _differences(resumed, straight) <= 1e-6
+
+
 class _Spoil(TrainerCallback):
     """Worsens the model after its first evaluation, so that the best one is the first."""
 
