@@ -13,14 +13,11 @@ import urllib.request
 
 import pytest
 
-PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 PATIENCE = 120  # seconds until the server must answer, on a machine that does other things too
 
 
 @pytest.fixture(scope="module")
 def server(multimodal_repository, tmp_path_factory):
-    for package in PACKAGES:
-        pytest.importorskip(package)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
