@@ -1,8 +1,10 @@
 """Which kernels are chosen, and flash-linear-attention's behind our signature."""
 
 import importlib
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,3 +111,10 @@ def test_fla_of_another_signature_or_version_is_refused(monkeypatch):
         kda.kda(x, x, x, x, x[..., 0], **gates, backend="fla")
     with use_backend("fla"), pytest.raises(BackendError, match="9.9.9"):
         kda.kda(x, x, x, x, x[..., 0], **gates)
+
+
+def test_every_product_names_its_precision():
+    """tl.dot's default would take tf32 for fp32 operands without a word."""
+    for path in (Path(dispatch.__file__).parent).glob("*/kernels*.py"):
+        for call in re.findall(r"tl\.dot\((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*\)", path.read_text()):
+            assert "input_precision=" in call, f"{path}: {call}"

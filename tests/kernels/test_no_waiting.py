@@ -6,6 +6,7 @@ choice of backends is a GPU's.
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from kimi_hf.ops import dispatch
 from kimi_hf.ops.dispatch import importable
@@ -72,3 +73,28 @@ def test_decoding_of_a_model(as_on_a_gpu, padded):
         assert count.count("kda_decode_kernel") == model.config.layer_types.count("linear_attention")
         assert count.count("latent_split_kernel") == model.config.layer_types.count("full_attention")
         assert not any(name.startswith(("chunk_", "recurrent_", "short_conv")) for name in count)
+
+
+@torch.no_grad()
+def test_steps_over_a_static_cache_differ_in_nothing_a_graph_would_freeze(as_on_a_gpu):
+    """Grids, shapes and numbers of all launches are the same in every step, so one captured step serves for all."""
+    model = k3_model()
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(input_ids=torch.zeros(2, 20, dtype=torch.long), past_key_values=cache)
+    steps = []
+    for _ in range(2):
+        as_on_a_gpu.clear()
+        model(input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
+        steps.append([(launch.name, launch.grid, _frozen(launch.arguments)) for launch in as_on_a_gpu])
+    assert steps[0] == steps[1]
+    assert {"kda_decode_kernel", "latent_split_kernel"} <= {name for name, _, _ in steps[0]}
+
+
+def _frozen(arguments) -> dict:
+    return {name: _shape(value) for name, value in arguments.items()}
+
+
+def _shape(value):
+    if isinstance(value, tuple):
+        return tuple(_shape(part) for part in value)
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
