@@ -258,8 +258,8 @@ CASES = (
          lambda s, train: 2.0 * s.rows * s.heads * s.context * (2 * s.rank + s.rope), trains=False, decodes=True,
          rivals=("eager",)),
     Case("experts decode", _experts(lambda s: s.rows), _run_experts, lambda s, train: _expert_bytes(s, s.rows),
-         trains=False, decodes=True, rivals=()),
+         trains=False, decodes=True, rivals=("eager",)),
     Case("experts prefill", _experts(lambda s: s.tokens), _run_experts,
          lambda s, train: _expert_bytes(s, s.tokens),
-         lambda s, train: s.tokens * s.top_k * 6.0 * s.inner * s.latent * (2 if train else 1), rivals=()),
+         lambda s, train: s.tokens * s.top_k * 6.0 * s.inner * s.latent * (2 if train else 1), rivals=("eager",)),
 )  # fmt: skip

@@ -9,9 +9,11 @@
    CPU, with no wait for the device allowed;
 3. speed: forward, forward + backward and decoding (as a captured CUDA graph) against plain PyTorch, torch.compile and
    flash-linear-attention where importable;
-4. layers: two at Kimi K3's geometry with 896 packed experts, and four of Kimi-Linear's beside transformers' own class.
+4. layers: two at Kimi K3's geometry with 896 packed experts, step by step and with the step as a captured CUDA graph,
+   and four of Kimi-Linear's beside transformers' own class.
 
-Prints a table and writes benchmarks/results/gpu_check.json. The exit status is 1 when a correctness row fails.
+Prints rows as they are made, then a table, and writes both to benchmarks/results/gpu_check.json and .md (a dry run only
+to `--out`). The exit status is 1 when a correctness row fails.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-RESULT = Path(__file__).parent / "results" / "gpu_check.json"
+RESULTS = Path(__file__).parent / "results"
 MINUTES = 7.5  # no new row is begun after this
 
 
@@ -37,15 +39,23 @@ def check_rows(cases, bench, sizes, dtypes) -> Iterator[dict]:
     bounds = {torch.float32: (3e-5, 3e-4), torch.bfloat16: (2e-2, 4e-2)}
     for case in cases:
         for dtype in dtypes:
-            generator = torch.Generator().manual_seed(0)
-            tensors = case.make(sizes, dtype, generator)
+            tensors = case.make(sizes, dtype, torch.Generator().manual_seed(0))
             expected, expected_grads = _results(case, tensors, "reference", torch.device("cpu"), torch.float64)
-            actual, grads = _results(case, tensors, "triton", bench.device, None, bench)
-            values = max(_error(a, e) for a, e in zip(actual, expected, strict=True))
-            gradients = max((_error(grads[n], g) for n, g in expected_grads.items()), default=0.0)
-            limit, grad_limit = bounds[dtype]
-            passed = values <= limit and gradients <= grad_limit
-            yield {"name": case.name, "dtype": str(dtype)[6:], "values": values, "gradients": gradients, "pass": passed}
+            for backend in ("triton", "fla") if dtype == torch.bfloat16 and _fla_serves(case) else ("triton",):
+                waits = bench if backend == "triton" else None
+                actual, grads = _results(case, tensors, backend, bench.device, None, waits)
+                values = max(_error(a, e) for a, e in zip(actual, expected, strict=True))
+                gradients = max((_error(grads[n], g) for n, g in expected_grads.items()), default=0.0)
+                limit, grad_limit = bounds[dtype]
+                passed = values <= limit and gradients <= grad_limit
+                row = {"name": case.name, "dtype": str(dtype)[6:], "backend": backend}
+                yield row | {"values": values, "gradients": gradients, "pass": passed}
+
+
+def _fla_serves(case) -> bool:
+    from kimi_hf.ops.dispatch import KNOWN_FLA, version_of
+
+    return "fla" in case.rivals and version_of("fla-core") in KNOWN_FLA
 
 
 def _error(actual, expected) -> float:
@@ -80,6 +90,8 @@ def _results(case, tensors, backend, device, dtype, bench=None):
 
 def speed_rows(cases, bench, sizes, dtype, ceilings, decode_rows) -> Iterator[dict]:
     """Seconds, share of the copy bandwidth and of the product rate, for our kernels and the rivals."""
+    import torch
+
     for case in cases:
         for rows in decode_rows if case.decodes else (sizes.rows,):
             at = replace(sizes, rows=rows)
@@ -96,6 +108,8 @@ def speed_rows(cases, bench, sizes, dtype, ceilings, decode_rows) -> Iterator[di
                     except Exception as error:  # a rival that is not installed or declines is a row, not an end
                         if backend == "triton":
                             raise
+                        if bench.on_gpu:
+                            torch.cuda.empty_cache()
                         yield row | {"error": str(error)[:120]}
                         continue
                     yield row | {
@@ -186,24 +200,30 @@ def goals(report: dict) -> list[str]:
     return lines
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU, kernels in the interpreter")
     parser.add_argument("--tune", action="store_true", help="time every configuration, write the tuning table")
     parser.add_argument("--only", default="", help="cases whose name contains this; no layers")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="begin no new row after this")
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="folder of the JSON and the table; of a whole run on a GPU: results/")
+    arguments = parser.parse_args(argv)
     if arguments.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported by anything below
     import torch
+
+    from benchmarks.gpu_table import table
 
     if not arguments.dry_run and not torch.cuda.is_available():
         print("gpu_check: no GPU is visible; run it on one, or with --dry-run", file=sys.stderr)
         return 2
     report = run(arguments)
-    print(*report["goals"], f"{report['minutes']:.1f} minutes", sep="\n")
-    if not arguments.dry_run and not arguments.only:
-        RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    print("\n" + table(report))
+    out = arguments.out or (None if arguments.dry_run or arguments.only else RESULTS)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
+        (out / "gpu_check.md").write_text(table(report))
     return 0 if all(row["pass"] for row in report["correctness"]) else 1
 
 

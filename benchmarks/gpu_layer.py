@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from transformers import StaticCache
 
 import kimi_hf
 from benchmarks.gpu_measure import Bench
@@ -75,6 +76,30 @@ def layer_rows(bench: Bench, tiny: bool, tokens: int) -> Iterator[dict]:
             token = prompt[:, :1]
             seconds = bench.time(lambda c=cache, t=token: model(input_ids=t, past_key_values=c), runs=20)
             yield {"name": f"two K3 layers, decode {rows}", "seconds": seconds, "tokens_per_s": rows / seconds}
+            yield _captured_step(bench, model, prompt, token)
+
+
+def _captured_step(bench: Bench, model: nn.Module, prompt: torch.Tensor, token: torch.Tensor) -> dict:
+    """A step over a static cache, captured once and replayed: seconds, and the replayed steps' error against plain ones."""
+    rows, length = prompt.shape
+    outputs = []
+    for graph in (False, True):
+        cache = StaticCache(config=model.config, max_cache_len=length + 64)
+        model(input_ids=prompt, past_key_values=cache)
+        hidden = torch.empty(rows, 1, model.config.hidden_size, dtype=model.dtype, device=bench.device)
+
+        def step(cache=cache, hidden=hidden) -> None:
+            hidden.copy_(model(input_ids=token, past_key_values=cache).last_hidden_state)
+
+        # capturing takes the first three steps; the fourth is compared
+        replay = bench.graphed(step) if graph else step
+        for _ in range(1 if graph and bench.on_gpu else 4):
+            replay()
+        outputs.append(hidden.float())
+    difference = float((outputs[0] - outputs[1]).abs().max() / outputs[0].abs().max())
+    seconds = bench.time(replay, runs=20)
+    name = f"two K3 layers, decode {rows}, captured"
+    return {"name": name, "seconds": seconds, "tokens_per_s": rows / seconds, "replay_error": difference}
 
 
 def native_rows(bench: Bench, tiny: bool, tokens: int) -> Iterator[dict]:

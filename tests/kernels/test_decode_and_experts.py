@@ -1,13 +1,12 @@
 """Latent attention over the cache, the fused KDA step, and MXFP4 products against their definitions."""
 
-from argparse import Namespace
+import json
 
 import pytest
 import torch
 
-from benchmarks.gpu_check import run
-from benchmarks.gpu_layer import layer_rows, native_rows
-from benchmarks.gpu_measure import Bench
+from benchmarks.gpu_cases import CASES
+from benchmarks.gpu_check import main
 from kimi_hf.errors import BackendError
 from kimi_hf.ops import set_backend
 from kimi_hf.ops.grouped_experts import grouped_experts
@@ -174,13 +173,15 @@ def test_dense_experts_are_declined():
         )  # fmt: skip
 
 
-def test_the_gpu_check_runs_dry():
-    """Every kind of row of `benchmarks/gpu_check.py`; all operations are in `--dry-run` itself."""
+def test_the_gpu_check_runs_dry(tmp_path):
+    """All of `python -m benchmarks.gpu_check --dry-run --tune`: every operation, every kind of row, both files."""
     try:
-        report = run(Namespace(dry_run=True, tune=True, only="gated_norm", minutes=9))
-        assert [row["pass"] for row in report["correctness"]] == [True]
-        assert {row["train"] for row in report["speed"]} == {True, False}
-        layers = [*layer_rows(Bench(torch.device("cpu")), True, 3), *native_rows(Bench(torch.device("cpu")), True, 3)]
+        assert main(["--dry-run", "--tune", "--out", str(tmp_path)]) == 0
     finally:
         set_backend(None)
-    assert len(layers) == 6 and all(row["seconds"] > 0 for row in layers)
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert {case.name for case in CASES} == {row["name"] for row in report["correctness"]}
+    assert all(row["seconds"] > 0 for section in ("speed", "layers", "native") for row in report[section])
+    assert {row["train"] for row in report["speed"]} == {True, False}
+    assert len(report["layers"]) == 3 and report["layers"][-1]["replay_error"] == 0.0
+    assert (tmp_path / "gpu_check.md").read_text().count("\n| ") > 20
