@@ -2,7 +2,9 @@
 
 import re
 
-from .loading import does_not_fit
+from .check import Problems
+from .layout import FLOAT_DTYPES
+from .loading import Reading, conclude
 from .shards import Checkpoint
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -10,33 +12,33 @@ _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_headers(checkpoint: Checkpoint, expected: Shapes, *, other_shapes: bool) -> None:
-    """Raise if the checkpoint does not fit an empty model.
-
-    As for the Kimi models, tensors missing from a layer that is otherwise there are an error, and absent layers, heads
-    and embeddings are left to transformers, which initialises and reports them.
+def check_headers(checkpoint: Checkpoint, expected: Shapes, reading: Reading) -> None:
+    """Raise if the checkpoint does not fit an empty model, by the rules of `check_before_loading`.
 
     Args:
         expected: names (of the base model) and shapes. Experts may be fused there and apart in the file.
-        other_shapes: whether shapes may differ.
     Raises:
         CheckpointError: with tensor and file names.
     """
     found = {name.removeprefix("model."): entry for name, entry in checkpoint.entries.items()}
-    layers = {match[1] for match in map(_LAYER.search, found) if match}
-    fatal = []
+    problems, seen = Problems(), {"lm_head.weight"}
     for name, shape in expected.items():
-        parts = _as_stored(name, shape, found)
-        for part, part_shape in parts.items():
-            entry, match = found.get(part), _LAYER.search(part)
+        for part, part_shape in _as_stored(name, shape, found).items():
+            seen.add(part)
+            entry = found.get(part)
             if entry is None:
-                if match and match[1] in layers:
-                    fatal.append(f"missing: {part} {list(part_shape)} stands in no shard")
-            elif tuple(entry.shape) != part_shape and not other_shapes:
-                where = f"{entry.name} in {entry.path.name}"
-                fatal.append(f"shape: {where} is {list(entry.shape)}, the config gives {list(part_shape)}")
-    if fatal:
-        raise does_not_fit(checkpoint, fatal)
+                problems.missing.append(f"missing: {part} {list(part_shape)} stands in no shard")
+                continue
+            where = f"{entry.name} in {entry.path.name}"
+            if entry.dtype not in FLOAT_DTYPES:
+                problems.dtypes.append(f"dtype: {where} is {entry.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+            if tuple(entry.shape) != part_shape:
+                problems.shapes.append(f"shape: {where} is {list(entry.shape)}, the config gives {list(part_shape)}")
+    for name, entry in found.items():
+        if name not in seen:
+            kind = problems.extra_experts if ".experts." in name else problems.unexpected
+            kind.append(f"unexpected: {entry.name} {list(entry.shape)} in {entry.path.name} has no place in this model")
+    conclude(checkpoint, problems, problems.missing if any(map(_LAYER.search, found)) else [], reading)
 
 
 def _as_stored(name: str, shape: tuple[int, ...], found: dict) -> Shapes:

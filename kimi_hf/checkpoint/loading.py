@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError
 from .check import SHOWN, Problems, check_decay_tails, check_scales, expert_layout, find_problems
-from .geometry import TextGeometry, as_dict, is_packed
+from .geometry import as_dict, is_packed, text_section
 from .offload import uses_disk
 from .shards import Checkpoint
 
@@ -65,40 +65,36 @@ def check_before_loading(checkpoint: Checkpoint, reading: Reading) -> None:
     config = reading.config
     _check_format(checkpoint, config, reading.dequantize)
     problems = find_problems(checkpoint, config, vision=reading.vision, head=False)
-    fatal = _fatal(checkpoint, problems, reading)
-    if fatal:
-        raise does_not_fit(checkpoint, fatal)
-    if problems.unexpected:
-        logger.warning(
-            "%s", "\n  ".join([f"{checkpoint.folder} holds tensors that are not read:", *_cut(problems.unexpected)])
-        )
+    present = {_part(name) for name in checkpoint.entries} - {None}
+    conclude(checkpoint, problems, [line for line in problems.missing if _part(line) in present], reading)
     check_decay_tails(checkpoint, config)
     if reading.scales and is_packed(config):
         check_scales(checkpoint)
 
 
-def _fatal(checkpoint: Checkpoint, problems: Problems, reading: Reading) -> list[str]:
-    """The lines of `problems` that a model cannot be loaded with."""
-    present = {_part(name) for name in checkpoint.entries} - {None}
-    torn = [line for line in problems.missing if _part(line) in present]
-    if TextGeometry.from_config(reading.config).tied and any(
-        name.endswith("lm_head.weight") for name in checkpoint.entries
-    ):
+def conclude(checkpoint: Checkpoint, problems: Problems, torn: list[str], reading: Reading) -> None:
+    """Raise for the problems that a model cannot be loaded with, warn of tensors that will not be read.
+
+    Args:
+        torn: the lines of `problems.missing` that belong to parts of which something is there.
+    """
+    tied = text_section(reading.config).get("tie_word_embeddings", reading.config.get("tie_word_embeddings"))
+    if tied and any(name.endswith("lm_head.weight") for name in checkpoint.entries):
         torn = [line for line in torn if "embed_tokens." not in line]  # the head stands for both
     fatal = torn + problems.dtypes
     if not reading.other_shapes:
         fatal += problems.extra_experts + problems.shapes
-    # A tensor under a damaged name is one of the unexpected ones.
-    return fatal + problems.unexpected if torn else fatal
-
-
-def does_not_fit(checkpoint: Checkpoint, lines: list[str]) -> CheckpointError:
-    """The error for a checkpoint that is not the model of its configuration."""
-    return CheckpointError(
-        f"{checkpoint.folder} does not hold the model of its configuration:\n  "
-        + "\n  ".join(_cut(lines))
-        + "\nfetch the named shards again, or correct config.json"
-    )
+    if torn:
+        fatal += problems.unexpected  # a tensor under a damaged name is one of these
+    if fatal:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not hold the model of its configuration:\n  "
+            + "\n  ".join(_cut(fatal))
+            + "\nfetch the named shards again, or correct config.json"
+        )
+    if problems.unexpected:
+        lines = [f"{checkpoint.folder} holds tensors that are not read:", *_cut(problems.unexpected)]
+        logger.warning("%s", "\n  ".join(lines))
 
 
 def _cut(lines: list[str]) -> list[str]:

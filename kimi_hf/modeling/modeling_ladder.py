@@ -133,7 +133,7 @@ class LadderPreTrainedModel(KimiPreTrainedMixin, PreTrainedModel):
     def _check_checkpoint(self, checkpoint, reading) -> None:
         """Compare the file's names and shapes with this, still empty, model's."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.base_model.state_dict().items()}
-        check_headers(checkpoint, shapes, other_shapes=reading.other_shapes)
+        check_headers(checkpoint, shapes, reading)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import kimi_hf
@@ -12,6 +13,7 @@ from kimi_hf import KimiK3ForConditionalGeneration, KimiLinearForCausalLM, KimiL
 from kimi_hf.errors import CheckpointError, ConfigError, KimiHfError
 
 from ..conftest import fixture_path
+from ..contract.tiny import TINY
 from ..modeling.golden import K3, KIMI_LINEAR
 
 LAYER = "model.layers.2."
@@ -209,6 +211,41 @@ def test_a_config_that_calls_a_kda_layer_full_attention(damaged):
 
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\.self_attn\.kv_a_proj_with_mqa"):
         _load(damaged(config=swap))
+
+
+# The ladder's models, which have no released layout: their own empty modules say what must be there.
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda stored: stored.pop("model.layers.1.block_sparse_moe.experts.1.w2.weight"),
+            r"missing: .*experts\.1\.w2",
+        ),
+        (lambda stored: stored.pop("model.embed_tokens.weight"), r"missing: embed_tokens\.weight"),
+        (lambda stored: stored.pop("model.norm.weight"), r"missing: norm\.weight"),
+        (
+            lambda stored: stored.update({"model.layers.1.block_sparse_moe.experts.99.w1.weight": torch.zeros(2)}),
+            r"unexpected: model\.layers\.1\..*experts\.99\.w1\.weight .* in model\.safetensors",
+        ),
+        (
+            lambda stored: stored.update({"model.norm.weight": stored["model.norm.weight"].int()}),
+            r"model\.norm\.weight in model\.safetensors is I32",
+        ),
+        (
+            lambda stored: stored.update({"model.norm.weight": torch.ones(3)}),
+            r"model\.norm\.weight in model\.safetensors is \[3\]",
+        ),
+    ],
+)
+def test_a_ladder_model(change, told, tmp_path):
+    next(tiny for tiny in TINY if tiny.name == "ladder-mixture").build().save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    change(stored)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=told):
+        kimi_hf.LadderForCausalLM.from_pretrained(tmp_path)
 
 
 # The folder and its config.
