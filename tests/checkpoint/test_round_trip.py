@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import kimi_hf
 from kimi_hf import KimiLinearForCausalLM, KimiLinearModel
+from kimi_hf.conversion.slice import slice_checkpoint
 from kimi_hf.errors import CheckpointError
 from kimi_hf.modeling.modeling_kimi_linear import FLOAT32_NAMES
 
@@ -87,15 +88,27 @@ def test_a_saved_config_differs_from_the_released_one_by_its_stamp_only(case, cl
     assert saved == json.loads((fixture_path(case) / "config.json").read_text())
 
 
-def test_text_taken_out_of_a_composite_repository_keeps_its_prefix(tmp_path):
-    """Servers find `language_model.` in a K3 file; the tower's tensors are left behind, and said to be nowhere missing."""
+def test_text_taken_out_of_a_composite_repository_keeps_its_names(tmp_path):
+    """What was loaded is given back, byte for byte; the tower's tensors are left behind, and said to be nowhere missing."""
     model = _load(KimiLinearForCausalLM, fixture_path(MULTIMODAL))
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "text")
     original = tensors(fixture_path(MULTIMODAL))
     expected = {n: x for n, x in original.items() if n.startswith("language_model.")}
     assert 0 < len(expected) < len(original)
-    assert_same_bytes(tensors(tmp_path), expected)
-    assert _load(KimiLinearForCausalLM, tmp_path).config.model_type == "kimi_linear"
+    assert_same_bytes(tensors(tmp_path / "text"), expected)
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert config["model_type"] == "kimi_linear" and config["architectures"] == ["KimiLinearForCausalLM"]
+    for cls in (KimiLinearForCausalLM, AutoModelForCausalLM):
+        again = _load(cls, tmp_path / "text")
+        assert type(again) is KimiLinearForCausalLM
+        assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
+    assert type(AutoModel.from_pretrained(tmp_path / "text")) is KimiLinearModel
+    # Without the prefix, as a server that reads a flat config looks for them:
+    slice_checkpoint(tmp_path / "text", tmp_path / "flat", text_only=True)
+    bare = {name.removeprefix("language_model."): x for name, x in expected.items()}
+    assert_same_bytes(tensors(tmp_path / "flat"), bare)
+    again = _load(AutoModelForCausalLM, tmp_path / "flat")
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
 
 
 def test_a_model_made_from_scratch_saves_the_released_layout(tmp_path):
