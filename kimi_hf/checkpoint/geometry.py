@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kimi_hf.configuration.quantization import is_released_mxfp4, released
 from kimi_hf.errors import CheckpointError, ConfigError
 
 PACKED_FORMAT = "mxfp4-pack-quantized"
@@ -98,11 +99,7 @@ def is_kimi(config: Mapping[str, Any]) -> bool:
 
 def is_packed(config: Mapping[str, Any]) -> bool:
     """Whether the config says that routed experts are MXFP4."""
-    section = quantization_section(config)
-    if section is None:
-        return False
-    released = section.get("released", section)
-    return isinstance(released, Mapping) and released.get("format") == PACKED_FORMAT
+    return is_released_mxfp4(released(quantization_section(config)))
 
 
 @dataclass(frozen=True)

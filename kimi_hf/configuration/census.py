@@ -74,18 +74,20 @@ def census(config: KimiK3Config | KimiLinearConfig | LadderConfig) -> Census:
 
     Raises:
         TypeError: for a configuration of another model family.
+        ConfigError: a configuration that contradicts itself.
     """
+    if not isinstance(config, (KimiK3Config, KimiLinearConfig, LadderConfig)):
+        raise TypeError(f"census counts KimiK3Config, KimiLinearConfig and LadderConfig, got {type(config).__name__}")
+    config.check()
     if isinstance(config, LadderConfig):
         return Census(parts=_ladder_parts(config), **_ladder_cache_bytes(config))
     if isinstance(config, KimiK3Config):
         text, vision = config.text_config, config.vision_config
         packed = _is_packed(config)
         padded_heads = True
-    elif isinstance(config, KimiLinearConfig):
+    else:
         text, vision, packed = config, None, _is_packed(config)
         padded_heads = config.linear_attn_config.get("gate_lower_bound") is not None
-    else:
-        raise TypeError(f"census counts KimiK3Config, KimiLinearConfig and LadderConfig, got {type(config).__name__}")
     parts = _text_parts(text, packed, padded_heads)
     if vision is not None:
         parts += _vision_parts(vision)

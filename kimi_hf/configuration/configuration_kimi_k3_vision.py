@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 from transformers.utils import logging
 
 from ..errors import ConfigError
-from .base import ReleasedSchemaConfig, one_of, positive_float, positive_int, remembers_fields
+from .base import ReleasedSchemaConfig
+from .checks import layer_count, one_of, positive_float, positive_int, spread, string, switch
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +37,6 @@ _ONLY = {
 _FIXED_ACTIVATIONS = {"activation_func": "gelu_pytorch_tanh", "projector_hidden_act": "gelu"}
 
 
-@remembers_fields
 class KimiK3VisionConfig(ReleasedSchemaConfig):
     """Configuration of the vision tower and projector (`model_type` "kimi_k3_vision"); defaults are the released values.
 
@@ -65,6 +65,7 @@ class KimiK3VisionConfig(ReleasedSchemaConfig):
         "num_attention_heads": "vt_num_attention_heads",
         "intermediate_size": "vt_intermediate_size",
     }
+    _part_key: ClassVar[str] = "vision_config"
     # Not a released field: readable by default, written to a file only when somebody sets it.
     initializer_range: ClassVar[float] = 0.02
 
@@ -98,29 +99,38 @@ class KimiK3VisionConfig(ReleasedSchemaConfig):
         kwargs.pop("_attn_implementation", None)
         if isinstance(self.merge_kernel_size, tuple):
             self.merge_kernel_size = list(self.merge_kernel_size)
-        self._check_fields()
         super().__post_init__(**kwargs)
+        self.check()
+
+    @classmethod
+    def _is_nameless_part(cls, outer: str | None) -> bool:
+        return outer == "kimi_k3"
 
     @property
     def head_dim(self) -> int:
         """Size of one attention head of the tower."""
         return self.qkv_hidden_size // self.vt_num_attention_heads
 
-    def _check_fields(self) -> None:
+    def check(self) -> None:
+        """Raise `ConfigError` if a field contradicts another or names something that does not exist."""
+        super().check()
         for name in _SIZES:
             positive_int(name, getattr(self, name))
+        layer_count("vt_num_hidden_layers", self.vt_num_hidden_layers)
         for name in _SWITCHES:
-            one_of(name, getattr(self, name), (True, False))
+            switch(name, getattr(self, name))
         for name, value in _ONLY.items():
             one_of(name, getattr(self, name), (value,))
         for name, value in _FIXED_ACTIVATIONS.items():
+            string(name, getattr(self, name))
             if getattr(self, name) != value:
                 logger.warning_once(
                     f"{name} is {getattr(self, name)!r}, but like the released model this one always computes {value!r}"
                 )
         positive_float("projector_ln_eps", self.projector_ln_eps)
+        spread("initializer_range", self.initializer_range)
         kernel = self.merge_kernel_size
-        if not isinstance(kernel, list) or len(kernel) != 2:
+        if not isinstance(kernel, (list, tuple)) or len(kernel) != 2:
             raise ConfigError(f"merge_kernel_size must hold two integers (rows, columns), got {kernel!r}")
         for side in kernel:
             positive_int("merge_kernel_size", side)

@@ -1,29 +1,57 @@
 """`KimiLinearConfig`: the text decoder of Kimi K3 and of Kimi-Linear-48B-A3B, in the released schema."""
 
 import copy
+import re
 from typing import Any, ClassVar
 
 from ..errors import ConfigError
-from .base import ReleasedSchemaConfig, fraction, one_of, positive_float, positive_int, remembers_fields
-from .layer_plan import check_layer_lists, fill_layer_lists
-from .quantization import released, route
+from .base import ReleasedSchemaConfig
+from .checks import (
+    fraction,
+    layer_count,
+    one_of,
+    optional_int,
+    positive_float,
+    positive_int,
+    special_tokens,
+    spread,
+    switch,
+)
+from .layer_plan import check_linear_attn_config, dense_prefix, fill_linear_attn_config, lists_of
+from .quantization import agreed, check_block, released, route
+from .routing import ROUTER_ACTIVATIONS, check_routing
 
 # "situ" is ours; the others are the gate activations of transformers that a GLU is ablated with.
 ACTIVATIONS = ("situ", "silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
-ROUTER_ACTIVATIONS = ("sigmoid", "softmax")
-_SWITCHES = ("use_cache", "tie_word_embeddings", "mla_use_output_gate", "latent_moe_use_norm", "moe_renormalize")
-_LINEAR_ATTN_FIELDS = (
-    "kda_layers",
-    "full_attn_layers",
-    "num_heads",
-    "head_dim",
-    "short_conv_kernel_size",
-    "use_full_rank_gate",
-    "gate_lower_bound",
+_SWITCHES = (
+    "use_cache",
+    "tie_word_embeddings",
+    "mla_use_nope",
+    "mla_use_output_gate",
+    "latent_moe_use_norm",
+    "moe_renormalize",
+    "output_router_logits",
 )
+# What a native config calls the sizes in `linear_attn_config`.
+_LINEAR_SPELLINGS = {
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
 
 
-@remembers_fields
+def _linear_spelling(name: str) -> property:
+    """A field of `linear_attn_config` under the name that native configs have for it."""
+
+    def read(config: "KimiLinearConfig") -> int:
+        return config.linear_attn_config[name]
+
+    def write(config: "KimiLinearConfig", value: int) -> None:
+        config.linear_attn_config = {**config.linear_attn_config, name: value}
+
+    return property(read, write)
+
+
 class KimiLinearConfig(ReleasedSchemaConfig):
     """Configuration of the Kimi text decoder (`model_type` "kimi_linear").
 
@@ -72,13 +100,8 @@ class KimiLinearConfig(ReleasedSchemaConfig):
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    _translated: ClassVar[tuple[str, ...]] = (
-        "layer_types",
-        "mlp_layer_types",
-        "linear_head_dim",
-        "linear_num_heads",
-        "linear_conv_kernel_dim",
-    )
+    _translated: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types", *_LINEAR_SPELLINGS)
+    _part_key: ClassVar[str] = "text_config"
 
     vocab_size: int = 163840
     hidden_size: int = 4096
@@ -119,202 +142,200 @@ class KimiLinearConfig(ReleasedSchemaConfig):
     moe_router_activation_func: str = "sigmoid"
     moe_renormalize: bool = True
     routed_scaling_factor: float = 1.0
-    num_expert_group: int = 1
+    num_expert_group: int | None = 1
     topk_group: int | None = 1
     first_k_dense_replace: int = 0
     moe_layer_freq: int = 1
     output_router_logits: bool = False
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: int | None = 0
 
     def __post_init__(self, **kwargs):
-        if isinstance(kwargs.get("text_config"), dict):
-            found = kwargs["text_config"].get("model_type")
-            raise ConfigError(
-                f"text_config.model_type is {found!r} in a composite configuration; the text model is found there by "
-                f"{self.model_type!r}. Correct config.json, or name the right class for the folder"
-            )
-        kwargs = self._translate(kwargs)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        positive_int("num_hidden_layers", self.num_hidden_layers)
-        self.linear_attn_config = self._complete_linear_attn_config(self.linear_attn_config)
+        if "text_config" in kwargs:
+            self._own_part({"model_type": "kimi_k3", "text_config": kwargs["text_config"]})  # may find more to say
+            raise ConfigError("text_config is a field of KimiK3Config; give the fields in it to KimiLinearConfig")
+        asked = self._translate(kwargs)
         quantization = kwargs.pop("quantization_config", None)
         # There is no rotary embedding; transformers would turn this field into another one.
         kwargs.pop("rope_scaling", None)
+        try:
+            self._fill()
+            self.check()
+        except ConfigError as error:
+            raise self._in_given_words(error) from error
+        for name, value in asked.items():
+            if getattr(self, name) != value:
+                raise ConfigError(
+                    f"{name} is {value!r}, but the other fields of the configuration give {getattr(self, name)!r}; leave out one "
+                    "of the two spellings"
+                )
         super().__post_init__(**kwargs)
         if quantization is not None:
             self.quantization_config = route(quantization)
-        self.check()
 
     def _translate(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Fold other spellings (aliases, 0-based layer types of native configs) into the released fields."""
+        """Fold other spellings (aliases, 0-based layer types of native configs) into the released fields.
+
+        Returns:
+            The other spellings with their values, for fields that were given in both: these must come out the same.
+        """
+        given, asked = self._memory.given, {}
         for alias, name in self.attribute_map.items():
             if alias in kwargs:
-                setattr(self, name, kwargs.pop(alias))
-        linear = dict(self.linear_attn_config or {})
-        spelled = {
-            "linear_head_dim": "head_dim",
-            "linear_num_heads": "num_heads",
-            "linear_conv_kernel_dim": "short_conv_kernel_size",
-        }
-        for alias, name in spelled.items():
-            value = kwargs.pop(alias, None)
-            if value is not None:
-                linear.setdefault(name, value)
-        layer_types = kwargs.pop("layer_types", None)
-        if layer_types is not None and "kda_layers" not in linear and "full_attn_layers" not in linear:
-            unknown = sorted(set(layer_types) - {"linear_attention", "full_attention"})
-            if unknown:
-                raise ConfigError(f"layer_types may hold 'linear_attention' and 'full_attention', got {unknown}")
-            linear["kda_layers"] = [i + 1 for i, kind in enumerate(layer_types) if kind == "linear_attention"]
-            linear["full_attn_layers"] = [i + 1 for i, kind in enumerate(layer_types) if kind == "full_attention"]
-        mlp_types = kwargs.pop("mlp_layer_types", None)
-        if mlp_types is not None:
-            self.first_k_dense_replace = _dense_prefix(mlp_types)
-        if linear:
-            self.linear_attn_config = linear
-        return kwargs
+                value = kwargs.pop(alias)
+                if name in given and given[name] != value:
+                    raise ConfigError(
+                        f"{alias} is {value!r}, but {name}, which is the same, is {given[name]!r}; give one"
+                    )
+                setattr(self, name, value)
+        spelled = {name: kwargs.pop(name) for name in self._translated if kwargs.get(name) is not None}
+        for name in self._translated:
+            kwargs.pop(name, None)
+        linear = self.linear_attn_config
+        if linear is not None and not isinstance(linear, dict):
+            return {}  # `check` says so
+        linear = dict(linear or {})
+        for alias, name in _LINEAR_SPELLINGS.items():
+            if alias in spelled:
+                linear.setdefault(name, spelled[alias])
+                asked[alias] = spelled[alias]
+        if "layer_types" in spelled:
+            layer_count("num_hidden_layers", self.num_hidden_layers)
+            lists = lists_of(spelled["layer_types"], self.num_hidden_layers)
+            if linear.get("kda_layers") is None and linear.get("full_attn_layers") is None:
+                linear.update(lists)
+            asked["layer_types"] = list(spelled["layer_types"])
+        if "mlp_layer_types" in spelled:
+            layer_count("num_hidden_layers", self.num_hidden_layers)
+            prefix = dense_prefix(spelled["mlp_layer_types"], self.num_hidden_layers)
+            if "first_k_dense_replace" not in given:
+                self.first_k_dense_replace = prefix
+            asked["mlp_layer_types"] = list(spelled["mlp_layer_types"])
+        self.linear_attn_config = linear
+        return asked
 
-    def _complete_linear_attn_config(self, given: dict[str, Any] | None) -> dict[str, Any]:
-        linear = copy.deepcopy(given) if given else {}
-        linear.setdefault("num_heads", self.num_attention_heads)
-        linear.setdefault("head_dim", 128)
-        linear.setdefault("short_conv_kernel_size", 4)
-        fill_layer_lists(linear, self.num_hidden_layers)
-        return linear
+    def _in_given_words(self, error: ConfigError) -> ConfigError:
+        """The error with the spelling that was given, where its field was given in another."""
+        names = {alias: f"linear_attn_config.{name}" for alias, name in _LINEAR_SPELLINGS.items()} | self.attribute_map
+        given = [
+            f"{name} was given as {alias}"
+            for alias, name in names.items()
+            if alias in self._memory.given and re.search(rf"\b{re.escape(name)}\b", str(error))
+        ]
+        return ConfigError(f"{error} ({', '.join(given)})") if given else error
+
+    def _fill(self) -> None:
+        self._derive("num_key_value_heads", self.num_attention_heads)
+        layer_count("num_hidden_layers", self.num_hidden_layers)
+        if self.linear_attn_config is None:
+            self.__dict__["linear_attn_config"] = {}
+        if isinstance(self.linear_attn_config, dict):
+            memory = self._memory.notes.setdefault("linear_attn_config", {})
+            linear = copy.deepcopy(self.linear_attn_config)  # the present one may be shared with a copy of this object
+            fill_linear_attn_config(linear, self.num_hidden_layers, self.num_attention_heads, memory)
+            self.__dict__["linear_attn_config"] = linear
+
+    def _follow(self, name: str) -> None:
+        if name == "linear_attn_config":
+            self._memory.notes.pop(name, None)
+        super()._follow(name)
 
     def check(self) -> None:
         """Raise `ConfigError` if a field contradicts another or names something that does not exist."""
+        super().check()
         for name in _SWITCHES:
-            one_of(name, getattr(self, name), (True, False))
+            switch(name, getattr(self, name))
         self._check_sizes()
+        self._check_activation()
         self._check_attention()
-        self._check_linear_attention()
-        self.check_experts()
+        check_linear_attn_config(self.linear_attn_config, self.num_hidden_layers)
+        self._check_experts()
+        check_block(self.__dict__.get("quantization_config"))
 
     def _check_sizes(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ):
+        layer_count("num_hidden_layers", self.num_hidden_layers)
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+        for name in sizes:
             positive_int(name, getattr(self, name))
-        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
-            raise ConfigError(f"pad_token_id is {self.pad_token_id}, outside vocab_size ({self.vocab_size})")
+        special_tokens(self, self.vocab_size)
         positive_float("rms_norm_eps", self.rms_norm_eps)
-        if self.initializer_range != 0:
-            positive_float("initializer_range", self.initializer_range)
+        spread("initializer_range", self.initializer_range)
+        optional_int("attn_res_block_size", self.attn_res_block_size)
+        optional_int("num_nextn_predict_layers", self.num_nextn_predict_layers, minimum=0)
+        if self.num_nextn_predict_layers:
+            raise ConfigError(
+                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; next-token-prediction layers are not part of "
+                "the released models and cannot be built. Set it to 0"
+            )
+
+    def _check_activation(self) -> None:
         one_of("hidden_act", self.hidden_act, ACTIVATIONS)
         for name in ("activation_situ_beta", "activation_situ_linear_beta"):
             value = getattr(self, name)
-            if value is None or (name == "activation_situ_beta" and value == 0):
+            if value is None:
                 continue
-            positive_float(name, value)
-            if self.hidden_act != "situ":
+            if name == "activation_situ_beta":
+                spread(name, value)  # 0 means 1, as in the release
+            else:
+                positive_float(name, value)
+            if value and self.hidden_act != "situ":
                 raise ConfigError(
                     f"{name} is {value}, but hidden_act is {self.hidden_act!r}; it belongs to 'situ' only"
                 )
-        if self.attn_res_block_size is not None:
-            positive_int("attn_res_block_size", self.attn_res_block_size)
-        if self.num_nextn_predict_layers:
-            raise ConfigError(
-                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; next-token-prediction layers are not part "
-                "of the released models and cannot be built. Set it to 0"
-            )
 
     def _check_attention(self) -> None:
         if self.num_key_value_heads != self.num_attention_heads:
             raise ConfigError(
-                f"num_key_value_heads ({self.num_key_value_heads}) must equal num_attention_heads "
+                f"num_key_value_heads ({self.num_key_value_heads!r}) must equal num_attention_heads "
                 f"({self.num_attention_heads}): latent attention has keys for every query head"
             )
-        if self.q_lora_rank is not None:
-            positive_int("q_lora_rank", self.q_lora_rank)
+        positive_int("num_key_value_heads", self.num_key_value_heads)
+        optional_int("q_lora_rank", self.q_lora_rank)
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             positive_int(name, getattr(self, name))
         fraction("attention_dropout", self.attention_dropout)
         if not self.mla_use_nope:
-            raise ConfigError("mla_use_nope must be true: the Kimi decoder has no rotary embedding")
+            raise ConfigError("mla_use_nope is false, but the Kimi decoder has no rotary embedding; set it to true")
 
-    def _check_linear_attention(self) -> None:
-        linear = self.linear_attn_config
-        unknown = sorted(set(linear) - set(_LINEAR_ATTN_FIELDS))
-        if unknown:
-            raise ConfigError(
-                f"linear_attn_config holds unknown fields {unknown}; known are {', '.join(_LINEAR_ATTN_FIELDS)}"
-            )
-        for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
-            positive_int(f"linear_attn_config.{name}", linear[name])
-        one_of("linear_attn_config.use_full_rank_gate", linear.get("use_full_rank_gate", False), (True, False, None))
-        check_layer_lists(linear["kda_layers"], linear["full_attn_layers"], self.num_hidden_layers)
-        bound = linear.get("gate_lower_bound")
-        if bound is not None and not (isinstance(bound, (int, float)) and -5.0 <= bound < 0):
-            raise ConfigError(
-                f"linear_attn_config.gate_lower_bound must lie in [-5, 0) (or be null for the softplus gate), got {bound!r}"
-            )
-
-    def check_experts(self) -> None:
-        """Raise `ConfigError` if the experts' fields contradict each other."""
-        if self.num_experts is None:
-            for name in ("routed_expert_hidden_size",):
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{name} is {getattr(self, name)}, but num_experts is null: there are no experts")
-            return
-        positive_int("num_experts", self.num_experts)
-        positive_int("num_experts_per_token", self.num_experts_per_token)
-        positive_int("moe_intermediate_size", self.moe_intermediate_size)
-        positive_int("moe_layer_freq", self.moe_layer_freq)
+    def _check_experts(self) -> None:
         positive_int("first_k_dense_replace", self.first_k_dense_replace, minimum=0)
-        positive_int("num_expert_group", self.num_expert_group)
-        positive_int("topk_group", self.topk_group)
+        positive_int("moe_layer_freq", self.moe_layer_freq)
         positive_float("routed_scaling_factor", self.routed_scaling_factor)
         one_of("moe_router_activation_func", self.moe_router_activation_func, ROUTER_ACTIVATIONS)
-        if self.num_shared_experts is not None:
-            positive_int("num_shared_experts", self.num_shared_experts, minimum=0)
-        if self.num_experts_per_token > self.num_experts:
+        if self.num_experts is None:
+            sizes = ("num_experts_per_token", "moe_intermediate_size", "num_expert_group", "topk_group")
+            for name in (*sizes, "routed_expert_hidden_size"):
+                optional_int(name, getattr(self, name))
+            optional_int("num_shared_experts", self.num_shared_experts, minimum=0)
+            for name in ("routed_expert_hidden_size", "latent_moe_use_norm"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)!r}, but num_experts is null: there are no experts. Leave out {name}, or "
+                        "give num_experts"
+                    )
+            return
+        check_routing(self)
+        if self.first_k_dense_replace > self.num_hidden_layers:
             raise ConfigError(
-                f"num_experts_per_token ({self.num_experts_per_token}) is more than num_experts ({self.num_experts})"
+                f"first_k_dense_replace ({self.first_k_dense_replace}) is more than num_hidden_layers "
+                f"({self.num_hidden_layers}), and no layer would hold the {self.num_experts} experts; lower it"
             )
-        self._check_groups()
-        if self.routed_expert_hidden_size is not None:
-            positive_int("routed_expert_hidden_size", self.routed_expert_hidden_size)
-        elif self.latent_moe_use_norm:
+        if self.latent_moe_use_norm and self.routed_expert_hidden_size is None:
             raise ConfigError(
-                "latent_moe_use_norm is true, but routed_expert_hidden_size is null: there is no latent to norm"
-            )
-
-    def _check_groups(self) -> None:
-        groups, kept = self.num_expert_group, self.topk_group
-        if self.num_experts % groups:
-            raise ConfigError(f"num_expert_group ({groups}) does not divide num_experts ({self.num_experts})")
-        if kept > groups:
-            raise ConfigError(f"topk_group ({kept}) is more than num_expert_group ({groups})")
-        group_size = self.num_experts // groups
-        if groups > kept and group_size < 2:
-            raise ConfigError(
-                f"num_expert_group ({groups}) leaves {group_size} expert a group; a group is scored by its two best"
-            )
-        if kept * group_size < self.num_experts_per_token:
-            raise ConfigError(
-                f"topk_group ({kept}) keeps {kept * group_size} experts, fewer than num_experts_per_token "
-                f"({self.num_experts_per_token})"
+                "latent_moe_use_norm is true, but routed_expert_hidden_size is null: there is no latent to norm. Set the width "
+                "of the latent, or the switch to false"
             )
 
-    def restore_quantization(self) -> None:
-        """Take the file's `quantization_config` again if it was overwritten by None, as `KimiK3Config` does."""
-        block = self.__dict__.get("_given", {}).get("quantization_config")
-        if self.__dict__.get("quantization_config", block) is None and block is not None:
-            self.quantization_config = route(block)
+    @classmethod
+    def _own_part(cls, found: dict[str, Any]) -> dict[str, Any]:
+        part = super()._own_part(found)
+        block = None if part is found else agreed(found.get("quantization_config"), part.get("quantization_config"))
+        return part if block is None else {**part, "quantization_config": block}
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
-        return _with_released_quantization(output)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        output = super().to_diff_dict()
-        return _with_released_quantization(output)
+        if output.get("quantization_config") is not None:
+            output["quantization_config"] = released(output["quantization_config"])
+        return output
 
     # What transformers' caches, masks and common tests read; derived, so never written to config.json.
 
@@ -324,10 +345,18 @@ class KimiLinearConfig(ReleasedSchemaConfig):
         kda = set(self.linear_attn_config["kda_layers"])
         return ["linear_attention" if i + 1 in kda else "full_attention" for i in range(self.num_hidden_layers)]
 
+    @layer_types.setter
+    def layer_types(self, value: list[str]) -> None:
+        self.linear_attn_config = {**self.linear_attn_config, **lists_of(value, self.num_hidden_layers)}
+
     @property
     def mlp_layer_types(self) -> list[str]:
         """Per layer, 0-based: "sparse" (mixture of experts) or "dense"."""
         return ["sparse" if self.is_moe_layer(i) else "dense" for i in range(self.num_hidden_layers)]
+
+    @mlp_layer_types.setter
+    def mlp_layer_types(self, value: list[str]) -> None:
+        self.first_k_dense_replace, self.moe_layer_freq = dense_prefix(value, self.num_hidden_layers), 1
 
     def is_moe_layer(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` (0-based) routes to experts."""
@@ -337,17 +366,9 @@ class KimiLinearConfig(ReleasedSchemaConfig):
             and layer_idx % self.moe_layer_freq == 0
         )
 
-    @property
-    def linear_head_dim(self) -> int:
-        return self.linear_attn_config["head_dim"]
-
-    @property
-    def linear_num_heads(self) -> int:
-        return self.linear_attn_config["num_heads"]
-
-    @property
-    def linear_conv_kernel_dim(self) -> int:
-        return self.linear_attn_config["short_conv_kernel_size"]
+    linear_head_dim = _linear_spelling("head_dim")
+    linear_num_heads = _linear_spelling("num_heads")
+    linear_conv_kernel_dim = _linear_spelling("short_conv_kernel_size")
 
     @property
     def qk_head_dim(self) -> int:
@@ -358,20 +379,3 @@ class KimiLinearConfig(ReleasedSchemaConfig):
     def situ_beta(self) -> float:
         """The bound of SiTU's gate half; null and 0 mean 1."""
         return float(self.activation_situ_beta or 1.0)
-
-
-def _dense_prefix(mlp_types: list[str]) -> int:
-    """How many leading layers are dense, of a native config's `mlp_layer_types`."""
-    unknown = sorted(set(mlp_types) - {"dense", "sparse"})
-    if unknown:
-        raise ConfigError(f"mlp_layer_types may hold 'dense' and 'sparse', got {unknown}")
-    dense = next((i for i, kind in enumerate(mlp_types) if kind == "sparse"), len(mlp_types))
-    if "dense" in mlp_types[dense:]:
-        raise ConfigError("mlp_layer_types has a dense layer after a sparse one; use moe_layer_freq for such patterns")
-    return dense
-
-
-def _with_released_quantization(output: dict[str, Any]) -> dict[str, Any]:
-    if output.get("quantization_config") is not None:
-        output["quantization_config"] = released(output["quantization_config"])
-    return output

@@ -1,74 +1,37 @@
 """`LadderConfig`: any mixer per layer, any feed-forward, any residual stream, with or without positions."""
 
+import copy
 from typing import Any
 
 from ..errors import ConfigError
-from .base import ReleasedSchemaConfig, one_of, positive_float, positive_int, remembers_fields
+from .base import ReleasedSchemaConfig
+from .checks import (
+    fraction,
+    layer_count,
+    lower_bound,
+    one_of,
+    optional_int,
+    positive_float,
+    positive_int,
+    special_tokens,
+    spread,
+    switch,
+)
+from .ladder_parts import DELTA_DEFAULTS, FEED_FORWARDS, MIXERS, READERS, RESIDUALS, SPARSE
+from .routing import check_routing
 from .rungs import rung_fields
 
-# Mixer -> what transformers' caches and masks call its kind of layer.
-MIXERS = {
-    "softmax_attention": "full_attention",
-    "linear_attention": "linear_attention",
-    "delta_net": "linear_attention",
-    "gated_delta_net": "linear_attention",
-    "kimi_delta_attention": "linear_attention",
-    "latent_attention": "full_attention",
-}
-FEED_FORWARDS = ("gelu_mlp", "swiglu", "situ_glu", "moe", "latent_moe")
-RESIDUALS = ("sum", "block_attn_res", "full_attn_res")
-_DELTA = ("delta_net", "gated_delta_net")
-_RECURRENT = ("linear_attention", *_DELTA, "kimi_delta_attention")
-_SPARSE = ("moe", "latent_moe")
-# Field -> the parts that read it. All of these start as None (or off): set without such a part they would silently do
-# nothing, so that is an error; left out with such a part they take the default of that part.
-_READERS: dict[str, tuple[str, ...]] = {
-    "linear_num_heads": _RECURRENT,
-    "linear_head_dim": _RECURRENT,
-    "linear_value_head_dim": ("linear_attention", *_DELTA),
-    "short_conv_kernel_size": (*_DELTA, "kimi_delta_attention"),
-    "output_norm": _DELTA,
-    "output_gate": _DELTA,
-    "gate_lower_bound": ("kimi_delta_attention",),
-    "use_full_rank_gate": ("kimi_delta_attention",),
-    "attention_dropout": ("softmax_attention", "latent_attention"),
-    **dict.fromkeys(
-        ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mla_use_output_gate"),
-        ("latent_attention",),
-    ),
-    "intermediate_size": ("gelu_mlp", "swiglu", "situ_glu"),
-    "activation_function": ("gelu_mlp",),
-    "activation_situ_beta": ("situ_glu", *_SPARSE),
-    "activation_situ_linear_beta": ("situ_glu", *_SPARSE),
-    **dict.fromkeys(
-        (
-            "hidden_act",
-            "num_experts",
-            "num_experts_per_token",
-            "num_shared_experts",
-            "moe_intermediate_size",
-            "moe_router_activation_func",
-            "moe_renormalize",
-            "routed_scaling_factor",
-            "num_expert_group",
-            "topk_group",
-            "output_router_logits",
-        ),
-        _SPARSE,
-    ),
-    "routed_expert_hidden_size": ("latent_moe",),
-    "latent_moe_use_norm": ("latent_moe",),
-    "attn_res_block_size": ("block_attn_res",),
-    "bias": ("layer_norm", "softmax_attention", "linear_attention", "gelu_mlp"),
-}
-# Mixer -> short convolution width (0: none), norm and gate on its output, as its paper has them.
-_DELTA_DEFAULTS = {
-    "delta_net": {"short_conv_kernel_size": 0, "output_norm": False, "output_gate": False},
-    "gated_delta_net": {"short_conv_kernel_size": 4, "output_norm": True, "output_gate": True},
-}
+_SWITCHES = (
+    "tie_word_embeddings",
+    "use_cache",
+    "use_full_rank_gate",
+    "mla_use_output_gate",
+    "latent_moe_use_norm",
+    "output_router_logits",
+)
+_OPTIONAL_SWITCHES = ("bias", "output_norm", "output_gate", "moe_renormalize")
 
 
-@remembers_fields
 class LadderConfig(ReleasedSchemaConfig):
     """Configuration of the ladder's models (`model_type` "kimi_ladder").
 
@@ -168,23 +131,39 @@ class LadderConfig(ReleasedSchemaConfig):
         kept = {
             key: value
             for key, value in fields.items()
-            if key in changes or key not in _READERS or present & set(_READERS[key])
+            if key in changes or key not in READERS or present & set(READERS[key])
         }
         return cls(architectures=["LadderForCausalLM"], **kept)
 
     def __post_init__(self, **kwargs):
+        for name in ("mixer", "feed_forward"):
+            if isinstance(getattr(self, name), tuple):
+                setattr(self, name, list(getattr(self, name)))
+        self._fill()
+        self.check()
+        super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a field contradicts another, or if nothing reads it."""
+        super().check()
         self._check_parts()
         self._refuse_unread()
-        self._fill()
-        super().__post_init__(**kwargs)
         self._check_sizes()
+        self._check_activations()
         self._check_recurrent()
-        self._check_experts()
+        if self.parts & set(SPARSE):
+            one_of("hidden_act", self.hidden_act, ("silu", "situ"))
+            check_routing(self)
 
     def _check_parts(self) -> None:
-        positive_int("num_hidden_layers", self.num_hidden_layers)
+        layer_count("num_hidden_layers", self.num_hidden_layers)
         for field, allowed in (("mixer", tuple(MIXERS)), ("feed_forward", FEED_FORWARDS)):
-            names = _as_list(getattr(self, field))
+            value = getattr(self, field)
+            if not isinstance(value, (str, list, tuple)):
+                raise ConfigError(
+                    f"{field} must be a name or a list of names, got {value!r}; known are {', '.join(allowed)}"
+                )
+            names = _as_list(value)
             if not 1 <= len(names) <= self.num_hidden_layers:
                 raise ConfigError(
                     f"{field} names {len(names)} layers, but num_hidden_layers is {self.num_hidden_layers}; give one name, "
@@ -197,30 +176,39 @@ class LadderConfig(ReleasedSchemaConfig):
         one_of("norm", self.norm, ("layer_norm", "rms_norm"))
 
     def _refuse_unread(self) -> None:
-        present = self.parts
-        for field, readers in _READERS.items():
+        present, defaults = self.parts, self._declared_defaults()
+        for field, readers in READERS.items():
             value = getattr(self, field)
-            if value and not present & set(readers):
+            off = value is False and field in (*_SWITCHES, *_OPTIONAL_SWITCHES)
+            idle = value is None or off or value == defaults[field]
+            if not idle and not present & set(readers):
                 raise ConfigError(f"{field} is {value!r}, but nothing reads it: it belongs to {', '.join(readers)}")
 
     def _fill(self) -> None:
         """Give every field that a chosen part reads its value."""
+        self._cut_lists()
+        self._check_parts()
+        # What an earlier call filled in follows from the fields as they are now, or is not read any more.
+        for field in [*self._memory.filled]:
+            if self.__dict__.get(field) == self._memory.filled.pop(field):
+                self.__dict__[field] = self._declared_defaults()[field]
         positive_int("hidden_size", self.hidden_size)
         positive_int("num_attention_heads", self.num_attention_heads)
-        width, head = self.hidden_size, self.hidden_size // self.num_attention_heads
+        width, head = self.hidden_size, max(1, self.hidden_size // self.num_attention_heads)
         gelu = "gelu_mlp" in self.parts
+        situ = "situ_glu" in self.parts or self.activation_situ_beta
         defaults = {
             "bias": True,
             "linear_num_heads": self.num_attention_heads,
             "linear_head_dim": head,
-            "linear_value_head_dim": self.linear_head_dim or head,
+            "linear_value_head_dim": head if self.linear_head_dim is None else self.linear_head_dim,
             "kv_lora_rank": max(1, width // 4),
             "qk_nope_head_dim": head,
             "qk_rope_head_dim": max(1, head // 2),
             "v_head_dim": head,
             "intermediate_size": 4 * width if gelu else -(-8 * width // 3 // 8) * 8,
             "activation_function": "gelu_new",
-            "hidden_act": "situ" if "situ_glu" in self.parts or self.activation_situ_beta else "silu",
+            "hidden_act": "situ" if situ else "silu",
             "num_experts": 8,
             "num_experts_per_token": 2,
             "num_shared_experts": 1,
@@ -235,40 +223,60 @@ class LadderConfig(ReleasedSchemaConfig):
             "attn_res_block_size": max(1, self.num_hidden_layers // 8),
         }
         for field, value in defaults.items():
-            if getattr(self, field) is None and self.parts & set(_READERS[field]):
-                setattr(self, field, value)
+            if self.parts & set(READERS[field]):
+                self._derive(field, value)
+
+    def _cut_lists(self) -> None:
+        """Keep the first layers of lists that were given for more, when `num_hidden_layers` was lowered since."""
+        for field in ("mixer", "feed_forward"):
+            names = getattr(self, field)
+            shown, origin = self._memory.notes.get(field, (None, None))
+            if names != shown:
+                shown = origin = copy.deepcopy(names)
+            layers = self.num_hidden_layers
+            if self._memory.complete and isinstance(origin, list) and isinstance(layers, int) and layers > 0:
+                shown = self.__dict__[field] = origin[:layers]
+            self._memory.notes[field] = (shown, origin)
 
     def _check_sizes(self) -> None:
-        for name in ("vocab_size", "max_position_embeddings"):
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"):
             positive_int(name, getattr(self, name))
+        special_tokens(self, self.vocab_size)
         for name in ("residual_dropout", "embedding_dropout", "attention_dropout"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ConfigError(f"{name} must lie in [0, 1), got {value!r}")
+            fraction(name, getattr(self, name))
         positive_float("norm_eps", self.norm_eps)
+        spread("initializer_range", self.initializer_range)
         if "softmax_attention" in self.parts and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
-                f"num_attention_heads ({self.num_attention_heads}) does not divide hidden_size ({self.hidden_size})"
+                f"num_attention_heads ({self.num_attention_heads}) does not divide hidden_size ({self.hidden_size}); give a "
+                "divisor"
             )
         given = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         for name in (*given, "intermediate_size", "attn_res_block_size"):
+            optional_int(name, getattr(self, name))
+        for name in _SWITCHES:
+            switch(name, getattr(self, name))
+        for name in _OPTIONAL_SWITCHES:
             if getattr(self, name) is not None:
-                positive_int(name, getattr(self, name))
+                switch(name, getattr(self, name))
+
+    def _check_activations(self) -> None:
         if self.activation_function is not None:
             one_of("activation_function", self.activation_function, ("gelu_new", "gelu"))
         for name in ("activation_situ_beta", "activation_situ_linear_beta"):
             if getattr(self, name) is not None:
                 positive_float(name, getattr(self, name))
                 if "situ_glu" not in self.parts and self.hidden_act != "situ":
-                    raise ConfigError(f"{name} is set, but neither a layer nor the experts (hidden_act) use situ")
+                    raise ConfigError(
+                        f"{name} is set, but neither a layer nor the experts (hidden_act) use situ; leave it out"
+                    )
 
     def _check_recurrent(self) -> None:
         for name in ("linear_num_heads", "linear_head_dim", "linear_value_head_dim"):
-            if getattr(self, name) is not None:
-                positive_int(name, getattr(self, name))
+            optional_int(name, getattr(self, name))
         width = self.short_conv_kernel_size
-        if width is not None:
-            positive_int("short_conv_kernel_size", width, minimum=0)
+        optional_int("short_conv_kernel_size", width, minimum=0)
+        lower_bound("gate_lower_bound", self.gate_lower_bound)
         if "kimi_delta_attention" not in self.parts:
             return
         if width == 0:
@@ -280,39 +288,12 @@ class LadderConfig(ReleasedSchemaConfig):
                 f"linear_value_head_dim ({self.linear_value_head_dim}) must equal linear_head_dim ({self.linear_head_dim}): "
                 "kimi_delta_attention has square states"
             )
-        bound = self.gate_lower_bound
-        if bound is not None and not (isinstance(bound, (int, float)) and -5.0 <= bound < 0):
-            raise ConfigError(f"gate_lower_bound must lie in [-5, 0), or be null for the softplus gate, got {bound!r}")
-
-    def _check_experts(self) -> None:
-        if not self.parts & set(_SPARSE):
-            return
-        one_of("hidden_act", self.hidden_act, ("silu", "situ"))
-        one_of("moe_router_activation_func", self.moe_router_activation_func, ("sigmoid", "softmax"))
-        for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size", "num_expert_group", "topk_group"):
-            positive_int(name, getattr(self, name))
-        positive_int("num_shared_experts", self.num_shared_experts, minimum=0)
-        if self.routed_expert_hidden_size is not None:
-            positive_int("routed_expert_hidden_size", self.routed_expert_hidden_size)
-        positive_float("routed_scaling_factor", self.routed_scaling_factor)
-        experts, groups, kept = self.num_experts, self.num_expert_group, self.topk_group
-        if experts % groups or (groups > kept and experts // groups < 2):
-            raise ConfigError(
-                f"num_expert_group ({groups}) must split num_experts ({experts}) into equal groups of 2 or more"
-            )
-        if not kept <= groups:
-            raise ConfigError(f"topk_group ({kept}) is more than num_expert_group ({groups})")
-        if kept * (experts // groups) < self.num_experts_per_token:
-            raise ConfigError(
-                f"num_experts_per_token ({self.num_experts_per_token}) is more than the {kept * (experts // groups)} experts "
-                f"that num_experts ({experts}) and topk_group ({kept}) leave to choose from"
-            )
 
     def delta_options(self, mixer: str) -> dict[str, Any]:
         """`short_conv_kernel_size`, `output_norm` and `output_gate` of "delta_net" or "gated_delta_net"."""
         return {
             name: default if getattr(self, name) is None else getattr(self, name)
-            for name, default in _DELTA_DEFAULTS[mixer].items()
+            for name, default in DELTA_DEFAULTS[mixer].items()
         }
 
     # Derived, so never written to config.json; the mixers shared with the Kimi models, transformers' caches and masks
@@ -339,7 +320,7 @@ class LadderConfig(ReleasedSchemaConfig):
 
     @property
     def mlp_layer_types(self) -> list[str]:
-        return ["sparse" if name in _SPARSE else "dense" for name in self.feed_forwards]
+        return ["sparse" if name in SPARSE else "dense" for name in self.feed_forwards]
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
@@ -349,7 +330,7 @@ class LadderConfig(ReleasedSchemaConfig):
             plan["layers.*.mlp.gate_proj"] = "colwise"
         if {"swiglu", "situ_glu", "gelu_mlp"} & self.parts:
             plan.update({"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"})
-        if self.parts & set(_SPARSE):
+        if self.parts & set(SPARSE):
             experts = "layers.*.block_sparse_moe.experts"
             plan.update({f"{experts}.gate_up_proj": "packed_colwise", f"{experts}.down_proj": "rowwise"})
             plan[experts] = "moe_tp_experts"
@@ -364,7 +345,7 @@ class LadderConfig(ReleasedSchemaConfig):
         """Which experts' tensors expert parallelism spreads."""
         experts = "layers.*.block_sparse_moe.experts"
         plan = {f"{experts}.gate_up_proj": "grouped_gemm", f"{experts}.down_proj": "grouped_gemm"}
-        return {**plan, experts: "ep_dispatch_experts"} if self.parts & set(_SPARSE) else {}
+        return {**plan, experts: "ep_dispatch_experts"} if self.parts & set(SPARSE) else {}
 
     @property
     def linear_attn_config(self) -> dict[str, Any]:

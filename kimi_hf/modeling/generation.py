@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 from transformers.utils import is_torchdynamo_compiling
 
@@ -54,6 +54,24 @@ class CountingStaticCache(StaticCache):
 
 class KimiGenerationMixin:
     """Makes `generate` use our own cache, and says clearly what cannot hold a recurrent state."""
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """transformers' generation settings.
+
+        A released `text_config` carries the library's own defaults (`max_length` 20 and others), which nobody chose: made
+        from the model's configuration, settings leave them unset, or `generate` would warn that two lengths were given.
+        """
+        return self.__dict__.get("_generation_config")
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig | None) -> None:
+        if getattr(value, "_from_model_config", False):
+            for name, default in value._get_default_generation_params().items():
+                if getattr(value, name, None) == default:
+                    setattr(value, name, None)
+            value._original_object_hash = hash(value)
+        self.__dict__["_generation_config"] = value
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict[str, Any], generation_mode, batch_size: int, max_cache_length: int

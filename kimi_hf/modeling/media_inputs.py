@@ -34,12 +34,12 @@ def images_per_row(ids: Tensor, counts: list[int], placeholder_id: int) -> list[
     return result
 
 
-def refuse_orphans(ids: Tensor, placeholder_id: int, cache) -> None:
+def refuse_orphans(ids: Tensor, placeholder_id: int | None, cache) -> None:
     """Raise if ids (B, T) that come without images hold placeholders: they would be read as if they were words.
 
     A step of one token after a cache is let through: that is what a model wrote, and asking costs a wait on a GPU.
     """
-    if torch.compiler.is_compiling() or ids.device.type == "meta":
+    if placeholder_id is None or torch.compiler.is_compiling() or ids.device.type == "meta":
         return
     if ids.shape[1] == 1 and cache is not None and cache.get_seq_length() > 0:
         return

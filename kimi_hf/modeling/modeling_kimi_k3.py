@@ -93,6 +93,12 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
             raise ShapeError("give exactly one of input_ids and inputs_embeds")
         if (pixel_values is None) != (grid_thws is None):
             raise ShapeError("give pixel_values and grid_thws together; the image processor returns both")
+        placeholder, vocabulary = self.config.media_placeholder_token_id, self.config.text_config.vocab_size
+        if pixel_values is not None and (placeholder is None or placeholder >= vocabulary):
+            raise ConfigError(
+                f"media_placeholder_token_id is {placeholder}, no token of text_config.vocab_size ({vocabulary}) that could "
+                "stand for an image; give the id of one"
+            )
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if pixel_values is None:
@@ -207,7 +213,6 @@ class KimiK3ForConditionalGeneration(MediaGenerationMixin, KimiK3PreTrainedModel
         super().__init__(config)
         self._build_vision(config)
         self.language_model = KimiLinearForCausalLM(config.text_config)
-        self.vocab_size = config.text_config.vocab_size
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

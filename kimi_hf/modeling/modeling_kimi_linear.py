@@ -119,7 +119,6 @@ class KimiLinearModel(KimiLinearPreTrainedModel):
 
     def __init__(self, config: KimiLinearConfig):
         super().__init__(config)
-        config.check_experts()  # fields may have been changed since the configuration was made
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(build_layer(config, i) for i in range(config.num_hidden_layers))
         self.residual = build_residual(config, 0)
@@ -190,7 +189,6 @@ class KimiLinearForCausalLM(CausalHead, KimiLinearPreTrainedModel, KimiGeneratio
     def __init__(self, config: KimiLinearConfig):
         super().__init__(config)
         self.model = KimiLinearModel(config)
-        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_load_state_dict_pre_hook(_drop_composite_prefix)
         self.post_init()

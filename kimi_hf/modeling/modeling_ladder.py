@@ -266,7 +266,6 @@ class LadderForCausalLM(CausalHead, LadderPreTrainedModel, KimiGenerationMixin, 
     def __init__(self, config: LadderConfig):
         super().__init__(config)
         self.model = LadderModel(config)
-        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

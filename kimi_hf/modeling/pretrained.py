@@ -13,7 +13,7 @@ from ..checkpoint.offload import prepare_disk_offload, refuse_files_in_use
 from ..checkpoint.saving import written_whole
 from ..checkpoint.shards import Checkpoint
 from ..checkpoint.sources import GIVEN, about_to_be_read, in_folder, opened_before
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..storage import ExpertStorageReport
 from .decoder import DecoderLayer
 from .disk_experts import (
@@ -25,6 +25,7 @@ from .disk_experts import (
     save_experts_on_disk,
 )
 from .moe import EXPERTS_IMPLEMENTATION
+from .tying import check_tying
 
 logger = logging.get_logger(__name__)
 
@@ -35,6 +36,25 @@ class KimiPreTrainedMixin:
     # Whether the class holds the vision tower; a text class leaves a repository's tower unread.
     _has_vision = False
     _keys_to_ignore_on_load_unexpected = [r"^vision_tower\.", r"^mm_projector\."]
+
+    def __init__(self, config, *args, **kwargs):
+        if not isinstance(config, self.config_class):
+            wanted = self.config_class.__name__
+            raise ConfigError(
+                f"{type(self).__name__} is built from a {wanted}, got a {type(config).__name__}; make one with "
+                f"{wanted}.from_pretrained or {wanted}.from_dict"
+            )
+        config.check()  # fields may have been changed since the configuration was made
+        super().__init__(config, *args, **kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have an embedding; the configuration's, also after `resize_token_embeddings`."""
+        return self.config.get_text_config().vocab_size
+
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.config.get_text_config().vocab_size = value
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -60,8 +80,6 @@ class KimiPreTrainedMixin:
         source = pretrained_model_name_or_path
         if kwargs.get("quantization_config") is None:
             kwargs.pop("quantization_config", None)
-        if hasattr(kwargs.get("config"), "restore_quantization"):
-            kwargs["config"].restore_quantization()
         wants_report = kwargs.pop("output_loading_info", False)
         with own_key_maps(), opened_before(source, kwargs), pop_expert_storage(kwargs):
             model, report = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
@@ -70,6 +88,7 @@ class KimiPreTrainedMixin:
         for module in model.modules():
             if isinstance(module, DecoderLayer):
                 module.residual.freeze_unread(module)
+        check_tying(model)
         return (model, report) if wants_report else model
 
     @staticmethod
@@ -118,10 +137,13 @@ class KimiPreTrainedMixin:
 
         Raises:
             NotADirectoryError, PermissionError: `save_directory` is a file, or cannot be written to.
+            ConfigError: a configuration that was changed and cannot be, or does not say whether the head is tied.
             CheckpointError: layers that are offloaded to disk are read from the very files that would be replaced.
         """
         if not kwargs.pop("safe_serialization", True):
             logger.warning("safe_serialization=False is not offered any more; safetensors files are written")
+        self.config.check()
+        check_tying(self)
         with own_key_maps():
             if any(kwargs.get(name) for name in ("push_to_hub", "variant", "distributed_checkpoint")):
                 refuse_experts_on_disk(self, "saving with push_to_hub, variant or distributed_checkpoint")

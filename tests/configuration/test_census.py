@@ -140,7 +140,7 @@ def _configs(draw):
             "num_shared_experts": draw(st.sampled_from([None, 0, 1, 2])),
             "routed_expert_hidden_size": latent,
             "latent_moe_use_norm": latent is not None and draw(flag),
-            "first_k_dense_replace": draw(st.integers(0, 2)),
+            "first_k_dense_replace": draw(st.integers(0, min(2, layers))),
             "moe_layer_freq": draw(st.integers(1, 2)),
         }
     return KimiLinearConfig(**fields)

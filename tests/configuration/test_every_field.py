@@ -10,10 +10,18 @@ import zlib
 import pytest
 import torch
 
-from kimi_hf import KimiK3Config, KimiK3VisionConfig, KimiLinearConfig, KimiLinearForCausalLM
-from kimi_hf.configuration.configuration_kimi_linear import _LINEAR_ATTN_FIELDS
+from kimi_hf import (
+    KimiK3Config,
+    KimiK3ForConditionalGeneration,
+    KimiK3VisionConfig,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+)
+from kimi_hf.configuration.layer_plan import LINEAR_ATTN_FIELDS
 from kimi_hf.errors import ConfigError
 from kimi_hf.modeling.vision import KimiK3PatchMergerV2, KimiK3VisionModel
+
+from ..contract.tiny import TINY, kimi_k3_config
 
 IDS = torch.arange(3, 15)[None]
 TEXT = {
@@ -154,10 +162,9 @@ def unchanged():
 
 def test_every_declared_field_is_listed():
     assert KimiLinearConfig._declared_defaults().keys() == CHANGED.keys() | NOTES.keys()
-    assert set(_LINEAR_ATTN_FIELDS) == CHANGED_LINEAR.keys()
+    assert set(LINEAR_ATTN_FIELDS) == CHANGED_LINEAR.keys()
     assert KimiK3VisionConfig._declared_defaults().keys() == CHANGED_VISION.keys() | VISION_DO_NOTHING.keys()
-    composite = {"text_config", "vision_config", "ignore_index", "media_placeholder_token_id", "image_placeholder"}
-    composite |= {"pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"}
+    composite = {"text_config", "vision_config"} | COMPOSITE.keys() | COMPOSITE_NOTES.keys()
     assert KimiK3Config._declared_defaults().keys() == composite
 
 
@@ -267,3 +274,53 @@ def test_a_vision_field_the_release_does_not_read_is_kept(field, unchanged_visio
     config = KimiK3VisionConfig(**{**VISION, field: VISION_DO_NOTHING[field]})
     assert not _differs(_vision_self(config), unchanged_vision)
     assert config.to_dict()[field] == VISION_DO_NOTHING[field]
+
+
+# field of the composite -> another value; which image token stands where, which positions have no loss, who is padding.
+COMPOSITE = {"media_placeholder_token_id": 4, "ignore_index": 6, "pad_token_id": 5, "tie_word_embeddings": True}
+COMPOSITE_NOTES = {"image_placeholder": "<image>", "bos_token_id": 7, "eos_token_id": 9}
+
+
+def _composite_self(config):
+    tiny = next(model for model in TINY if model.vision)
+    model = KimiK3ForConditionalGeneration(config).eval()
+    _fill(model)
+    inputs = tiny.images()
+    inputs["input_ids"][:, -3:] = torch.tensor([4, 5, 6])
+    try:
+        with torch.no_grad():
+            out = model(**inputs, labels=inputs["input_ids"])
+    except ValueError as error:
+        return {"refuses": str(error)}
+    return {"loss": out.loss, "logits": out.logits}
+
+
+@pytest.fixture(scope="module")
+def unchanged_composite():
+    found = _composite_self(kimi_k3_config())
+    assert "logits" in found
+    return found
+
+
+@pytest.mark.parametrize("field", [*COMPOSITE, *COMPOSITE_NOTES])
+def test_a_field_of_the_composite_changes_the_model_or_raises_or_is_a_note(field, unchanged_composite):
+    config = kimi_k3_config()
+    setattr(config, field, {**COMPOSITE, **COMPOSITE_NOTES}[field])
+    try:
+        found = _composite_self(config)
+    except ConfigError as error:
+        assert field in str(error)
+        return
+    assert _differs(found, unchanged_composite) is (field in COMPOSITE)
+
+
+@pytest.mark.parametrize("placeholder", [163605, None])
+def test_a_placeholder_outside_the_vocabulary_is_told_when_an_image_comes(placeholder):
+    """As a small text model behind the released default, or one whose tokens were cut, has it."""
+    config = kimi_k3_config()
+    config.media_placeholder_token_id = placeholder
+    model = KimiK3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        model(IDS)
+    told = _composite_self(config)["refuses"]
+    assert f"media_placeholder_token_id is {placeholder}, no token of text_config.vocab_size (99)" in told

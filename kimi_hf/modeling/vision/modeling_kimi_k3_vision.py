@@ -35,6 +35,7 @@ class KimiK3VisionModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": MoonViTBlock, "attentions": ItemAttention}
 
     def __init__(self, config: KimiK3VisionConfig):
+        config.check()  # fields may have been changed since the configuration was made
         super().__init__(config)
         self.patch_embed = MoonViTPatchEmbed(config)
         self.encoder = MoonViTEncoder(config)
