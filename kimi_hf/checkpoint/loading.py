@@ -102,9 +102,9 @@ def _cut(lines: list[str]) -> list[str]:
 
 
 def check_after_loading(source, names: Iterable[str], missing: Collection[str]) -> None:
-    """Raise if a part of a model was loaded in pieces: what `check_before_loading` asks, where it could not look.
+    """Raise if transformers reports that a part of a model was loaded in pieces: the same rule once more, from the result.
 
-    A repository's files are fetched while loading, so their headers cannot be read before.
+    What the headers promise may still be lost on the way, by a rule for names that another package has registered.
 
     Args:
         source: for the message. names: of all tensors of the model. missing: those that no file held.
@@ -122,7 +122,7 @@ def check_after_loading(source, names: Iterable[str], missing: Collection[str]) 
 
 
 def _part(name: str) -> str | None:
-    """The part of a model that a tensor belongs to; None for embedding and head, which may be absent alone."""
+    """The part of a model that a tensor belongs to; None for the head, which may be absent alone."""
     return next((part for part, pattern in _PARTS.items() if pattern.search(name)), None)
 
 
