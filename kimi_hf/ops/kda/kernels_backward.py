@@ -54,7 +54,7 @@ KEY_GRAD = (
 )
 SCORE_GRAD = (
     Config("k16_w8", {"BK": 16}, num_warps=8, num_stages=1),
-    Config("k32_w8", {"BK": 32}, num_warps=8, num_stages=1, suits=("headwise",)),
+    Config("k32_w8", {"BK": 32}, num_warps=8, num_stages=1, suits=("undecayed",)),
     Config("k16_w4", {"BK": 16}, num_warps=4, num_stages=1, suits=("hip",)),
 )
 INPUT_GRAD = (Config("k64_w8", {"BK": 64}, num_warps=8, num_stages=1),)

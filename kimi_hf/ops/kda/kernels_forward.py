@@ -101,7 +101,7 @@ def _kind(dtype: torch.dtype, K: int, rule: Rule) -> str:
         return "fp32"
     if K > 128:
         return "wide"
-    return "" if rule.decay == "channel" else "headwise"
+    return "" if rule.decay else "undecayed"
 
 
 class Sizes:
