@@ -215,8 +215,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
         x = [point["tokens"] / 1e6 for point in points]
         kda.plot(x, [point["kda_cpu_seconds"] for point in points], label=label)
         softmax.plot(x, [point["latent_attention_cpu_seconds"] for point in points], label=label)
+        dashes = "-" if label == "float32" else ":"
         for layer in range(3):
-            norms.plot(x, [point["state_norms"][layer] for point in points], label=f"{label}, layer {layer}")
+            norm = [point["state_norms"][layer] for point in points]
+            norms.plot(x, norm, dashes, label=f"{label}, layer {layer}")
     for axis, title in ((kda, "KDA layers: CPU seconds so far"), (softmax, "latent attention: CPU seconds so far")):
         axis.set(title=title, xlabel="million tokens")
     norms.set(title="norms of the KDA states", xlabel="million tokens", ylim=(0, None))
@@ -228,6 +230,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         held.loglog(x, [row["cache_bytes"] / 2**20 for row in rows], marker="o", label=name)
     for axis, title in ((prefill, "prefill: CPU seconds"), (peak, "peak memory: MiB"), (held, "cache: MiB")):
         axis.set(title=title, xlabel="tokens")
+        axis.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
+        axis.minorticks_off()
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         if axis.lines:
