@@ -217,7 +217,7 @@ def _wide(s: Sizes) -> float:
 
 
 def _expert_bytes(s: Sizes, tokens: int) -> float:
-    touched = min(s.experts, tokens * s.top_k)
+    touched = s.experts * (1 - (1 - s.top_k / s.experts) ** tokens)  # expected, tokens choosing independently
     return touched * 3 * s.inner * s.latent * (0.5 + 1 / 32)
 
 
@@ -235,18 +235,18 @@ CASES = (
          lambda s, train: _wide(s) * (5 if train else 2)),
     Case("depth_attention", _depth, lambda t, b: depth_attention(**t, eps=1e-5, backend=b),
          lambda s, train: 2.0 * s.tokens * s.hidden * ((3 * s.blocks + 5) if train else s.blocks + 2)),
-    Case("kda bounded", _kda, _run_kda(-5.0), lambda s, train: _wide(s) * (13 if train else 5), _rule_flops,
+    Case("kda bounded", _kda, _run_kda(-5.0), lambda s, train: _wide(s) * (14 if train else 5), _rule_flops,
          rivals=("eager", "fla")),
-    Case("kda packed", _packed, _run_kda(-5.0), lambda s, train: _wide(s) * (13 if train else 5), _rule_flops,
+    Case("kda packed", _packed, _run_kda(-5.0), lambda s, train: _wide(s) * (14 if train else 5), _rule_flops,
          rivals=("fla",)),
-    Case("kda softplus", _kda, _run_kda(None), lambda s, train: _wide(s) * (13 if train else 5), _rule_flops,
+    Case("kda softplus", _kda, _run_kda(None), lambda s, train: _wide(s) * (14 if train else 5), _rule_flops,
          rivals=("fla",)),
     Case("gated delta rule", _delta, lambda t, b: delta_rule(**t, output_final_state=True, backend=b),
-         lambda s, train: _wide(s) * (10 if train else 4), _rule_flops, rivals=()),
+         lambda s, train: _wide(s) * (11 if train else 4), _rule_flops, rivals=()),
     Case("delta rule", _delta, lambda t, b: delta_rule(**{n: x for n, x in t.items() if n != "g"}, backend=b),
-         lambda s, train: _wide(s) * (10 if train else 4), _rule_flops, rivals=()),
+         lambda s, train: _wide(s) * (11 if train else 4), _rule_flops, rivals=()),
     Case("linear attention", _linear, lambda t, b: linear_attention(**t, backend=b),
-         lambda s, train: _wide(s) * (10 if train else 4),
+         lambda s, train: _wide(s) * (11 if train else 4),
          lambda s, train: _rule_flops(s, train, delta=False), rivals=()),
     Case("kda one token", lambda s, d, g: _kda(s, d, g, s.rows, 1),
          lambda t, b: kda(**t, lower_bound=-5.0, inplace_state=True, backend=b)[0],
