@@ -113,6 +113,22 @@ def test_fla_of_another_signature_or_version_is_refused(monkeypatch):
         kda.kda(x, x, x, x, x[..., 0], **gates)
 
 
+def test_configurations_come_from_the_shipped_table_of_the_device(monkeypatch):
+    common = importlib.import_module("kimi_hf.ops.kernels_common")
+    monkeypatch.setattr(common, "_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(common, "tuned_table", lambda: {"Some GPU": {"kernel/K128": "wide", "kernel/K64": "gone"}})
+    kernel, gpu = types.SimpleNamespace(__name__="kernel"), torch.device("cuda", 0)
+    configs = common.Config("first"), common.Config("wide"), common.Config("small", suits=("fp32",))
+    assert common.choose(kernel, configs, "K128", gpu).name == "wide"
+    assert common.choose(kernel, configs, "K256", gpu).name == "first"
+    assert common.choose(kernel, configs, "K256", gpu, kind="fp32").name == "small"
+    assert common.choose(kernel, configs, "K128", torch.device("cpu")).name == "first"
+    with pytest.raises(BackendError, match="no configuration 'gone'; it has first, wide, small"):
+        common.choose(kernel, configs, "K64", gpu)
+    with common.force_config("kernel", "small"):
+        assert common.choose(kernel, configs, "K64", gpu).name == "small"
+
+
 def test_every_product_names_its_precision():
     """tl.dot's default would take tf32 for fp32 operands without a word."""
     for path in (Path(dispatch.__file__).parent).glob("*/kernels*.py"):

@@ -96,6 +96,7 @@ def recurrent_kernel(
         S, o = rule_step(S, q, k, v, decay, beta, DECAY, DELTA)
         tl.store(o_ptr + row * V + out, o.to(o_ptr.dtype.element_ty), mask=out < V)
     if final_ptr is not None:
+        tl.debug_barrier()  # it may be the initial state, which every thread has read by now
         tl.store(final_ptr + state_at, S.to(final_ptr.dtype.element_ty), mask=state_inside)
 
 
