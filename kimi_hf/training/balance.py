@@ -1,9 +1,14 @@
 """Router balance without an auxiliary loss: the correction bias is moved from outside, between optimiser steps.
 
-Two rules. **Quantile balancing** (Kimi K3): with target load q = k T / E, expert j's bias becomes minus the (q+1)-th
-largest margin s_ij - a_i over the tokens i of a batch, where a_i is the (k+1)-th largest of s_i + b; then the mean is
-taken off. **Sign** (DeepSeek-V3): b_j += rate * sign(mean load - load_j). The bias only selects; it never enters the
-mixing weights, is no parameter, and stays as it is in evaluation.
+**Quantile balancing** (Kimi K3): with target load q = k T / E, expert j's bias becomes minus the (q+1)-th largest margin
+s_ij - a_i over the tokens i of a batch, where the threshold a_i is the (k+1)-th largest of s_i + b; then the mean is taken
+off. **Sign** (DeepSeek-V3): b_j += rate * sign(mean load - load_j). The bias only selects; it never enters the mixing
+weights, is no parameter, and stays as it is in evaluation.
+
+A quantile update is one sweep of coordinate descent on the dual of balanced assignment, minimise over a and b
+sum_i (k a_i + sum_j max(0, s_ij + b_j - a_i)) - q sum_j b_j: the best a for the old b, then the best b for that a. Every
+a_i between the k-th and the (k+1)-th largest of s_i + b is a best one. K3 takes the lower end; **quantile-middle** takes the
+middle, and comes to even loads faster where many tokens are alike (docs/training.md has the numbers).
 
 Source: kimi_k3.md 5.5; DeepSeek-V3 (arXiv 2412.19437) 2.1.2.
 """
@@ -17,10 +22,54 @@ from transformers import TrainerCallback
 
 from ..errors import ConfigError
 from ..modeling.modeling_kimi_linear import KimiLinearModel
+from ..modeling.modeling_ladder import LadderModel
 from ..modeling.moe import KimiRouter
 
-RULES = ("quantile", "sign")
+RULES = ("quantile", "quantile-middle", "sign")
 _BINS = 4096
+
+
+def _range(bias: Tensor) -> tuple[float, float]:
+    """Ends of the margins: scores lie in [0, 1], thresholds in b + [0, 1]."""
+    return -1.0 - float(bias.max()), 1.0 - float(bias.min())
+
+
+def margin_histogram(scores: Tensor, bias: Tensor, top_k: int, middle: bool = False) -> Tensor:
+    """Where the margins s_ij - a_i of every expert lie.
+
+    Args:
+        scores: (N, E) raw scores. bias: (E,). top_k: experts a token, fewer than E.
+        middle: a_i lies in the middle of the top_k-th and the (top_k+1)-th largest of s_i + b, not at the latter.
+    Returns:
+        (E, bins) float64 counts, so that histograms of parts and of processes add up.
+    """
+    scores, bias = scores.double(), bias.double()
+    experts, (low, high) = scores.shape[1], _range(bias)
+    best = (scores + bias).topk(top_k + 1, dim=1).values
+    threshold = best[:, -2:].mean(dim=1, keepdim=True) if middle else best[:, -1:]
+    place = ((scores - threshold - low) / (high - low) * _BINS).floor().long().clamp_(0, _BINS - 1)
+    flat = place + torch.arange(experts, device=place.device) * _BINS
+    return torch.bincount(flat.reshape(-1), minlength=experts * _BINS).view(experts, _BINS).double()
+
+
+def quantile_bias(histogram: Tensor, bias: Tensor, target: float) -> Tensor:
+    """The bias that puts `target` tokens of every expert above its thresholds, mean zero.
+
+    Args:
+        histogram: (E, bins) of `margin_histogram`. bias: (E,) the bias that histogram was taken with.
+        target: tokens an expert should get, k T / E.
+    Returns:
+        (E,) float64; exact up to the width of a bin, inside which margins are taken to be spread evenly.
+    """
+    low, high = _range(bias)
+    from_top = histogram.flip(1)
+    above = from_top.cumsum(1)
+    reached = (above >= target).to(torch.int8).argmax(dim=1)
+    upper = above.gather(1, reached[:, None]).squeeze(1)
+    inside = from_top.gather(1, reached[:, None]).squeeze(1)
+    part = ((target - (upper - inside)) / inside.clamp_min(1)).clamp(0, 1)
+    margin = high - (reached.double() + part) * (high - low) / _BINS
+    return -(margin - margin.mean())
 
 
 class RouterStatistics:
@@ -28,10 +77,12 @@ class RouterStatistics:
 
     Args:
         router: the router. It is watched by a forward hook, in training mode only.
+        real: "mask" holds the mask of the tokens of the running forward, or None.
+        middle: see `margin_histogram`.
     """
 
-    def __init__(self, router: KimiRouter, real: dict[str, Tensor | None]):
-        self.router, self.real = router, real
+    def __init__(self, router: KimiRouter, real: dict[str, Tensor | None], middle: bool = False):
+        self.router, self.real, self.middle = router, real, middle
         self.handle = router.register_forward_hook(self._watch)
         self.reset()
 
@@ -41,15 +92,6 @@ class RouterStatistics:
         self.margins = torch.zeros(experts, _BINS, dtype=torch.float64, device=device)
         self.entropy = torch.zeros((), dtype=torch.float64, device=device)
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
-
-    @property
-    def low(self) -> float:
-        """Lower end of the margins: scores lie in [0, 1], thresholds in b + [0, 1]."""
-        return -1.0 - float(self.router.e_score_correction_bias.max())
-
-    @property
-    def high(self) -> float:
-        return 1.0 - float(self.router.e_score_correction_bias.min())
 
     @torch.no_grad()
     def _watch(self, router: KimiRouter, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -67,18 +109,8 @@ class RouterStatistics:
         share = scores / scores.sum(dim=1, keepdim=True)
         self.entropy += -(share * share.clamp_min(1e-30).log()).sum()
         self.tokens += scores.shape[0]
-        self._add_margins(scores)
-
-    def _add_margins(self, scores: Tensor) -> None:
-        k, experts = self.router.top_k, scores.shape[1]
-        if k >= experts:
-            return
-        biased = scores + self.router.e_score_correction_bias.double()
-        threshold = biased.topk(k + 1, dim=1).values[:, -1:]
-        place = (scores - threshold - self.low) / (self.high - self.low) * _BINS
-        place = place.floor().long().clamp_(0, _BINS - 1)
-        flat = place + torch.arange(experts, device=place.device) * _BINS
-        self.margins += torch.bincount(flat.reshape(-1), minlength=experts * _BINS).view(experts, _BINS)
+        if router.top_k < scores.shape[1]:
+            self.margins += margin_histogram(scores, router.e_score_correction_bias, router.top_k, self.middle)
 
     def reduce(self) -> None:
         """Add the statistics of all processes."""
@@ -97,17 +129,9 @@ class RouterStatistics:
         }
 
     def quantile_bias(self) -> Tensor:
-        """(E,) the bias that would have given every expert the target load, mean zero. Read from the histogram."""
-        experts, k = self.load.numel(), self.router.top_k
-        target = k * float(self.tokens) / experts
-        above = self.margins.flip(1).cumsum(1)  # tokens at or above each bin, from the top
-        reached = (above >= target).to(torch.int8).argmax(dim=1)
-        upper = above.gather(1, reached[:, None]).squeeze(1)
-        inside = self.margins.flip(1).gather(1, reached[:, None]).squeeze(1)
-        part = ((target - (upper - inside)) / inside.clamp_min(1)).clamp(0, 1)
-        width = (self.high - self.low) / _BINS
-        margin = self.high - (reached.double() + part) * width
-        return -(margin - margin.mean())
+        """(E,) float64: the bias that would have given every expert the target load, mean zero. After `reduce`."""
+        target = self.router.top_k * float(self.tokens) / self.load.numel()
+        return quantile_bias(self.margins, self.router.e_score_correction_bias, target)
 
 
 class RouterBalanceCallback(TrainerCallback):
@@ -117,8 +141,9 @@ class RouterBalanceCallback(TrainerCallback):
     step and acts from the next forward on.
 
     Args:
-        rule: "quantile" (the default) or "sign".
-        rate: step of the sign rule; for "quantile", how far to move towards the new bias (1 is all the way).
+        rule: "quantile" (the default, K3's), "quantile-middle" or "sign".
+        rate: step of the sign rule; for the others, how far to move towards the new bias (1, the default, is all the way;
+            less averages over batches, and lags behind scores that move).
         update: False only measures and logs.
     Raises:
         ConfigError: an unknown rule; at the start of training: a model without experts.
@@ -128,7 +153,7 @@ class RouterBalanceCallback(TrainerCallback):
         if rule not in RULES:
             raise ConfigError(f"rule must be one of {RULES}, got {rule!r}")
         self.rule, self.update = rule, update
-        self.rate = rate if rate is not None else (1.0 if rule == "quantile" else 1e-3)
+        self.rate = rate if rate is not None else (1e-3 if rule == "sign" else 1.0)
         self.statistics: dict[str, RouterStatistics] = {}
         self.last: dict[str, float] = {}
         self._handles: list[Any] = []
@@ -143,8 +168,8 @@ class RouterBalanceCallback(TrainerCallback):
         real: dict[str, Tensor | None] = {"mask": None}
         for name, module in model.named_modules():
             if isinstance(module, KimiRouter):
-                self.statistics[name] = RouterStatistics(module, real)
-            elif isinstance(module, KimiLinearModel):
+                self.statistics[name] = RouterStatistics(module, real, middle=self.rule == "quantile-middle")
+            elif isinstance(module, (KimiLinearModel, LadderModel)):
                 self._handles.append(module.register_forward_pre_hook(_remember_mask(real), with_kwargs=True))
         if not self.statistics:
             raise ConfigError(
