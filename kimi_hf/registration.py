@@ -16,7 +16,9 @@ from .configuration import KimiK3Config, KimiK3VisionConfig, KimiLinearConfig, L
 KEEP_NATIVE_VARIABLE = "KIMI_HF_KEEP_NATIVE_KIMI_LINEAR"
 _AUTO = "transformers.models.auto."
 _MODELS = f"{_AUTO}modeling_auto"
-_PROCESSING = (f"{_AUTO}tokenization_auto", f"{_AUTO}processing_auto", f"{_AUTO}image_processing_auto")
+_PROCESSING = tuple(
+    f"{_AUTO}{kind}_auto" for kind in ("tokenization", "processing", "image_processing", "video_processing")
+)
 # This module imports the auto models half-way through itself, and our models need it whole.
 _LAYERS = "transformers.modeling_layers"
 _state = {"take_over": True, "models": False, "processing": False}

@@ -1,8 +1,12 @@
 """Entering tokenizer, image processor and processor into transformers' Auto classes."""
 
+from importlib import import_module
+from typing import Any, NoReturn
+
 from transformers import PreTrainedConfig
 
 from ..configuration import KimiK3Config
+from ..errors import MediaError
 from .image_processing_kimi_k3 import KimiK3VisionProcessor
 from .processing_kimi_k3 import KimiK3Processor
 from .tokenization_kimi import TikTokenTokenizer
@@ -18,6 +22,18 @@ class KimiTokenizerConfig(PreTrainedConfig):
     model_type = "kimi_tokenizer"
 
 
+class NoVideoProcessor:
+    """What AutoVideoProcessor finds for Kimi K3: a refusal.
+
+    `pipeline(task, model=path)` always looks for a video processor too. Where none is known, transformers takes the
+    image processor's remote code for one, and asks whether to run it.
+    """
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise MediaError(f"{path}: Kimi K3 has no video processor; give AutoProcessor the frames of a video as images")
+
+
 def register_processing(take_over_kimi_linear: bool = True) -> None:
     """Make AutoTokenizer, AutoImageProcessor and AutoProcessor give our classes where files name the released ones.
 
@@ -29,12 +45,16 @@ def register_processing(take_over_kimi_linear: bool = True) -> None:
     # registration); what is not there yet is registered by the call that follows when it is.
     from transformers.models.auto import image_processing_auto, processing_auto, tokenization_auto
 
+    # By its full name: as an attribute of the package it is a stand-in that raises where torchvision is missing.
+    video_processing_auto = import_module("transformers.models.auto.video_processing_auto")
+
     # One class serves both backends of images, because the release's pixels are PIL's. The mappings themselves, since
     # the Auto class for images cannot be imported without PIL.
     backends = {"pil": KimiK3VisionProcessor, "torchvision": KimiK3VisionProcessor}
     for module, name, entry in (
         (image_processing_auto, "IMAGE_PROCESSOR_MAPPING", backends),
         (processing_auto, "PROCESSOR_MAPPING", KimiK3Processor),
+        (video_processing_auto, "VIDEO_PROCESSOR_MAPPING", {"torchvision": NoVideoProcessor}),
     ):
         if hasattr(module, name):
             getattr(module, name).register(KimiK3Config, entry, exist_ok=True)

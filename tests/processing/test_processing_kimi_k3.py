@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, Trainer, TrainingArguments, pipeline
+from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
 from kimi_hf import KimiK3ForConditionalGeneration
 from kimi_hf.errors import ChatError, MediaError, ShapeError
@@ -314,6 +315,21 @@ def test_auto_processor_finds_everything_without_remote_code(repository, tokeniz
     assert type(processor) is KimiK3Processor
     assert type(processor.tokenizer) is TikTokenTokenizer
     assert type(processor.image_processor) is KimiK3VisionProcessor
+
+
+@pytest.mark.parametrize("trust", [None, True])
+def test_pipelines_by_path_ask_for_no_remote_code(repository, monkeypatch, trust):
+    def ask(*args):
+        raise AssertionError(f"asked {args}")
+
+    monkeypatch.setattr("builtins.input", ask)
+    (repository / "kimi_k3_vision_processing.py").write_text("raise RuntimeError('remote code was run')")
+    with pytest.raises(MediaError, match="no video processor"):  # where pipelines look as well
+        AutoVideoProcessor.from_pretrained(repository, trust_remote_code=trust)
+    talk = pipeline("image-text-to-text", model=str(repository), trust_remote_code=trust)
+    assert type(talk.processor) is KimiK3Processor and type(talk.model) is KimiK3ForConditionalGeneration
+    greedy = {"generate_kwargs": {"do_sample": False, "max_new_tokens": 2}}
+    assert talk(text=[user("What?", picture(TINY))], **greedy)[0]["generated_text"][-1]["role"] == "assistant"
 
 
 def test_save_and_load(repository, tokenizer, tmp_path):
