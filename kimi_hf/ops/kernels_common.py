@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_hf.errors import BackendError
+from kimi_hf.errors import BackendError, ShapeError
 from kimi_hf.ops.dispatch import triton_interprets
 
 TUNED_FILE = Path(__file__).with_name("kernels_tuned.json")
+MOST_PROGRAMS = 2**31 - 1  # of a grid's first axis, the only one used
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -49,7 +50,7 @@ class Launch:
     kernel: Any
     arguments: Mapping[str, Any]
     config: Config
-    grid: tuple[int, ...]
+    grid: tuple[int]
 
     @property
     def name(self) -> str:
@@ -119,13 +120,19 @@ def choose(kernel: Any, configs: tuple[Config, ...], key: str, device: torch.dev
     raise BackendError(f"{kernel.__name__}: no configuration {name!r}; it has {known}; correct {TUNED_FILE.name}")
 
 
-def launch(kernel: Any, grid: tuple[int, ...], config: Config, device: torch.device, **arguments: Any) -> None:
+def launch(kernel: Any, grid: tuple[int], config: Config, device: torch.device, **arguments: Any) -> None:
     """Run `kernel` on `grid`; an empty grid runs nothing. Block sizes come from `config`, all else from `arguments`.
 
     Floating-point contraction is asked for by name, so that a change of triton's default changes no results.
+
+    Raises: ShapeError for more programs than a GPU's grid holds.
     """
     if 0 in grid:
         return
+    if grid[0] > MOST_PROGRAMS:
+        raise ShapeError(
+            f"{kernel.__name__}: {grid[0]} programs are needed, a grid holds {MOST_PROGRAMS}; give fewer rows at a time"
+        )
     if _recorder is not None:
         _recorder.append(Launch(kernel, {**arguments, **config.constants}, config, grid))
         return

@@ -16,6 +16,9 @@ if not importable("triton"):
     pytest.skip("needs triton", allow_module_level=True)
 
 from benchmarks.kernel_cases import CASES
+from kimi_hf.errors import ShapeError
+from kimi_hf.ops.gated_norm.kernels import gated_norm_triton
+from kimi_hf.ops.kda.kernels import kda_triton
 from kimi_hf.ops.kernels_common import record_launches
 
 
@@ -40,6 +43,26 @@ def test_doors(name):
     with record_launches() as launches, torch.device("meta"):
         CASES[name]()
     assert launches
+
+
+def test_grids_have_one_axis_and_hold_a_million_tokens():
+    """A first axis holds 2^31 - 1 programs, the others 65535."""
+    tokens = 1 << 20
+
+    def rows(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    heads = (1, tokens, 96, 128)
+    with record_launches() as launches, torch.device("meta"):
+        for name in CASES:
+            CASES[name]()
+        gates = {"A_log": torch.empty(96), "dt_bias": torch.empty(96 * 128), "lower_bound": -5.0}
+        states = {"initial_state": None, "output_final_state": True, "cu_seqlens": None, "inplace_state": False}
+        kda_triton(*(rows(*heads) for _ in range(4)), rows(*heads[:3]), **gates, **states)
+        gated_norm_triton(rows(*heads), torch.empty(128), rows(*heads), eps=1e-5, activation="sigmoid")
+    assert all(len(launch.grid) == 1 for launch in launches)
+    with pytest.raises(ShapeError, match="a grid holds 2147483647"), torch.device("meta"):
+        gated_norm_triton(rows(1 << 37, 128), torch.empty(128), None, eps=1e-5, activation="sigmoid")
 
 
 def k3_model():

@@ -65,6 +65,11 @@ def test_kda_softplus_gate(short_chunks):
     agree(*both(kda, output_final_state=True), tensors, **EXACT)
 
 
+@pytest.mark.parametrize("T, K, V", [(1, 24, 60), (2, 60, 24), (15, 17, 16), (16, 16, 100), (32, 24, 7)])
+def test_kda_lengths_around_a_chunk(short_chunks, T, K, V):
+    agree(*both(kda, output_final_state=True), kda_tensors(1, T, 1, K, V, sequences=1, slow=True), **EXACT)
+
+
 def test_kda_packed(short_chunks):
     tensors = kda_tensors(1, 37, 1, 20, 12, sequences=4, slow=True)
     options = {"lower_bound": -5.0, "output_final_state": True, "cu_seqlens": torch.tensor(PACKED)}

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from kimi_hf.ops.depth_attention.eager import depth_attention_eager, inverse_rms_eager
 from kimi_hf.ops.kernels_common import Config, choose, contiguous, launch, next_power_of_2, wide
 
-FORWARD = (Config("w16", num_warps=16, num_stages=1), Config("w8", num_warps=8, num_stages=1))
+FORWARD = (Config("w16", num_warps=16, num_stages=1), Config("w8", num_warps=8, num_stages=1, suits=("fp32",)))
 BACKWARD = (Config("w8", num_warps=8, num_stages=1), Config("w16", num_warps=16, num_stages=1))
 PROGRAMS = 528  # of the backward: four for each of a large GPU's 132 processors
 
@@ -126,7 +126,10 @@ class _DepthAttention(torch.autograd.Function):
         D = prefix.shape[-1]
         BD, tokens = next_power_of_2(D), prefix.numel() // D
         y = torch.empty_like(prefix)
-        config = choose(depth_attention_forward_kernel, FORWARD, f"D{BD}", prefix.device)
+        config = choose(
+            depth_attention_forward_kernel, FORWARD, f"D{BD}", prefix.device,
+            kind="fp32" if prefix.dtype == torch.float32 else "",
+        )  # fmt: skip
         launch(
             depth_attention_forward_kernel, (tokens,), config, prefix.device,
             bank=tuple(bank), inv_rms_ptr=inv_rms, prefix_ptr=prefix, weight_ptr=weight, y_ptr=y, tokens=tokens,
