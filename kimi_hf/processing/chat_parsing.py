@@ -216,7 +216,7 @@ class StreamingParser:
         if call["raw"] is not None and not arguments:
             arguments = _object_or_text(call["raw"]) if self._as_object else call["raw"]
         elif not self._as_object:
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = _as_json(arguments)
         function = {"name": call["name"], "arguments": arguments}
         entry = {"id": f"call_{position + 1}", "type": "function", "function": function}
         self._calls.append(entry)
@@ -247,6 +247,12 @@ def _typed(text: str, kind: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _as_json(arguments: dict[str, Any]) -> str:
+    """JSON that can be sent on: half a surrogate pair, which JSON can spell but UTF-8 cannot, stays escaped."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def _object_or_text(text: str) -> Any:

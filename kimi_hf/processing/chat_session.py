@@ -8,7 +8,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ..errors import ChatError
-from .chat_encoding import CONTROL_TOKENS, END_OF_MESSAGE, build_segments
+from .chat_encoding import CONTROL_TOKENS, END_OF_MESSAGE, IMAGE_PARTS, build_segments
 from .chat_parsing import StreamingParser
 
 Deltas = list[dict[str, Any]]
@@ -255,4 +255,4 @@ class _Streamer(BaseStreamer):
 
 def _has_images(message: dict[str, Any]) -> bool:
     content = message.get("content")
-    return isinstance(content, list) and any(part.get("type") == "image" for part in content)
+    return isinstance(content, list) and any(part.get("type") in IMAGE_PARTS for part in content)

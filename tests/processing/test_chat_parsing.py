@@ -318,6 +318,9 @@ def test_argument_values_that_are_not_what_they_say():
     assert read("number", "many") == "many" and read("object", "{") == "{" and read("boolean", "true") is True
     assert read("array", "[" * 100_000) == "[" * 100_000
     assert read("number", "9" * 5000) == "9" * 5000  # longer than Python reads
+    [parsed] = parse_completion(call("array", '["\\ud800", "\\ud83d\\ude42"]'))["tool_calls"]
+    sent = parsed["function"]["arguments"]  # a server encodes it
+    assert sent.encode("utf-8") and json.loads(sent) == {"k": ["\ud800", "\U0001f642"]} and "\U0001f642" in sent
 
 
 def test_where_the_completion_begins(tokenizer):

@@ -106,8 +106,9 @@ def test_other_chat_formats_go_through_their_template(tmp_path, monkeypatch):
     assert tokenizer.decode(model.calls[1]["ids"]).startswith("user:hi<|im_end|>assistant:漢字 yes<|im_end|>user:more")
     # The second answer was not cut as an encoder would: what the template renders no longer begins with its ids.
     assert [call["cache"] for call in model.calls] == [None, "cache of call 1", None]
-    with pytest.raises(ChatError, match="images"):
-        session.turn([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], lambda deltas: None)
+    for kind in ("image", "image_url"):
+        with pytest.raises(ChatError, match="images"):
+            session.turn([{"role": "user", "content": [{"type": kind, kind: "x.png"}]}], lambda deltas: None)
 
 
 def test_images_are_shown_and_the_conversation_goes_on_in_text(tokenizer, tmp_path):
