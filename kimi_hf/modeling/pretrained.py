@@ -128,7 +128,16 @@ class KimiPreTrainedMixin:
             store.reset()
         return report
 
-    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        **kwargs,
+    ) -> None:
         """Write the released names, shapes and dtypes, and the config in the released schema.
 
         Everything is written to a temporary folder beside `save_directory` and moved there when it is complete. With
@@ -144,18 +153,20 @@ class KimiPreTrainedMixin:
             logger.warning("safe_serialization=False is not offered any more; safetensors files are written")
         self.config.check()
         check_tying(self)
+        distributed = bool(kwargs.get("distributed_checkpoint"))
+        options = {"state_dict": state_dict, "max_shard_size": max_shard_size, "variant": variant, **kwargs}
         with own_key_maps():
-            if any(kwargs.get(name) for name in ("push_to_hub", "variant", "distributed_checkpoint")):
+            if push_to_hub or variant or distributed:
                 refuse_experts_on_disk(self, "saving with push_to_hub, variant or distributed_checkpoint")
-            if kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint") or not is_main_process:
-                return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+            if push_to_hub or distributed or not is_main_process:
+                return super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **options)
             refuse_files_in_use(Path(save_directory))
-            with written_whole(save_directory, kwargs.get("variant")) as partial:
-                super().save_pretrained(partial, True, *args, **kwargs)
+            with written_whole(save_directory, variant) as partial:
+                super().save_pretrained(partial, **options)
                 if disk_experts(self):
-                    save_experts_on_disk(self, partial, kwargs.get("max_shard_size", "50GB"))
-                if not args and kwargs.get("state_dict") is None:
-                    self._warn_if_unreadable(partial, kwargs.get("variant"))
+                    save_experts_on_disk(self, partial, max_shard_size)
+                if state_dict is None:
+                    self._warn_if_unreadable(partial, variant)
 
     def _warn_if_unreadable(self, folder: Path, variant: str | None) -> None:
         """Say it now if what was just written will be refused on loading; the work of a training is not thrown away for it."""
