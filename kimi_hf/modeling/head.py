@@ -6,8 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import logging
 
 from ..errors import ConfigError, ShapeError
+
+logger = logging.get_logger(__name__)
 
 IGNORED = -100
 
@@ -44,9 +47,14 @@ class CausalHead:
             _check_labels(labels, hidden, logits_to_keep)
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if self._chunked_loss_tokens and self.training and whole and not own_loss:
-            return None, chunked_loss(hidden, self.lm_head, labels, tokens=self._chunked_loss_tokens, **kwargs)
-        logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
-        return logits, self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            logits = None
+            loss = chunked_loss(hidden, self.lm_head, labels, tokens=self._chunked_loss_tokens, **kwargs)
+        else:
+            logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if self.training:
+            _warn_of_overflow(loss, hidden)
+        return logits, loss
 
 
 def chunked_loss(
@@ -90,4 +98,17 @@ def _check_labels(labels: Tensor, hidden: Tensor, logits_to_keep: int | Tensor) 
         raise ShapeError(
             f"labels have shape {tuple(labels.shape)}, and the logits cover {(hidden.shape[0], kept)} (rows, tokens); give "
             f"one label per token, {IGNORED} where no loss is wanted (they are shifted here)"
+        )
+
+
+def _warn_of_overflow(loss: Tensor, hidden: Tensor) -> None:
+    """Say what a loss that is not finite means in fp16. Only there is it looked at, which waits for the device."""
+    if torch.compiler.is_compiling():
+        return
+    kind = hidden.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if torch.float16 in (hidden.dtype, autocast) and not bool(torch.isfinite(loss).all()):
+        logger.warning_once(
+            "The loss is not finite: in float16 an activation left its range of 65,504 (KDA's states stay in float32, but "
+            "what is read from them is float16 again). Train in bfloat16 (bf16=True, dtype=torch.bfloat16) or in float32."
         )

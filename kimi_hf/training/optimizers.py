@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.utils import logging
 
 from ..errors import ConfigError
+from ..quantization import KimiPackedExperts
+
+logger = logging.get_logger(__name__)
 
 _NO_DECAY = ("A_log", "dt_bias")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "wpe")
@@ -30,12 +34,25 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
     """Two groups for AdamW, decayed and not; every trainable parameter is in exactly one."""
+    _warn_of_frozen_experts(model)
     decayed, plain = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (decayed if is_decayed(name, parameter) else plain).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _warn_of_frozen_experts(model: nn.Module) -> None:
+    """Packed experts have no gradients; without adapters over them a training leaves most of the model as it was."""
+    if not any(isinstance(module, KimiPackedExperts) for module in model.modules()):
+        return
+    if not any(".experts." in name and p.requires_grad for name, p in model.named_parameters()):
+        logger.warning(
+            "The routed experts are packed in MXFP4 and stay as they are. To train them, put adapters over them "
+            '(kimi_hf.training.lora_config("experts", model=model)) or load with '
+            "quantization_config=KimiMxfp4Config(dequantize=True)."
+        )
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -62,6 +79,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ):
         if not hasattr(torch.optim, "Muon"):
             raise ConfigError(f"torch {torch.__version__} has no torch.optim.Muon; use 2.9 or newer, or AdamW")
+        _warn_of_frozen_experts(model)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices = [(n, p) for n, p in named if ".layers." in f".{n}" and p.ndim == 2 and is_decayed(n, p)]
         if not matrices:
