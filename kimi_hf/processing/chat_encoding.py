@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ChatError
-from .chat_errors import ChatTypeError, ThinkingEffortError
+from .chat_errors import ChatKeyError, ChatTypeError, ThinkingEffortError
 from .chat_messages import as_json, as_text, need, order_tool_results, sorted_json, tool_calls, type_name
 
 OPEN, CLOSE, SEP, END_OF_MESSAGE = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
@@ -218,8 +218,11 @@ class _Writer:
             place = f"{where}[{at}]"
             if not isinstance(part, Mapping):
                 raise ChatTypeError(f"{place}: found {type(part).__name__}, expected a dict with a type")
-            if need(part, "type", place) in IMAGE_PARTS:
+            kind = need(part, "type", place)
+            if kind in IMAGE_PARTS:
                 self.image()
+            elif "text" not in part and kind != "text":
+                raise ChatKeyError(f'{place}: a part of type {kind!r} without "text"; only text and images can be said')
             else:
                 self.text(as_text(need(part, "text", place), f'{place}["text"]'))
 

@@ -23,6 +23,7 @@ PYTHON_TEMPLATE = (
     '{{ raise_exception("this chat format is rendered in Python: call tokenizer.apply_chat_template") }}'
     "{% generation %}{% endgeneration %}"
 )
+_PAD_OPTIONS = {"pad_to_multiple_of", "padding_side", "return_attention_mask", "verbose"}  # of `tokenizer_kwargs`
 _CONTINUED = {
     "content": "content",
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "reasoning_content"),
@@ -144,6 +145,11 @@ class ChatTemplateMixin(ResponseParsingMixin):
         if not tokenize:
             texts = [RenderedChat(rendering.segments) for rendering in renderings]
             return texts if batched else texts[0]
+        if unknown := set(tokenizer_kwargs or {}) - _PAD_OPTIONS:
+            raise ChatTypeError(
+                f"tokenizer_kwargs: found {sorted(unknown)}, expected {sorted(_PAD_OPTIONS)}; padding, truncation and "
+                "max_length go straight into apply_chat_template"
+            )
         columns = self._columns(renderings, truncation, max_length, masks)
         padded = self.pad(columns, padding=padding, max_length=max_length, **(tokenizer_kwargs or {}))
         if not batched and return_tensors is None:

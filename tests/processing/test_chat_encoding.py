@@ -246,12 +246,15 @@ def test_options_that_mean_nothing_are_refused(tokenizer):
         ({"tools": "f"}, "tools: found str, expected a list"),
         ({"tools": {"type": "function"}}, "tools: found dict"),
         ({"tokenize": True, "truncation": True, "max_length": -1}, "max_length: found -1"),
+        ({"tokenize": True, "tokenizer_kwargs": {"padding": True}}, "tokenizer_kwargs: found .'padding'."),
     ]:
         with pytest.raises(ChatError, match=message):
             tokenizer.apply_chat_template(HI, **options)
     for wrong in (HI[0], "hi", None):
         with pytest.raises(TypeError, match="expected a list of dicts"):
             tokenizer.apply_chat_template(wrong)
+    with pytest.raises(KeyError, match="type 'video' without \"text\"; only text and images"):
+        tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
     with pytest.raises(ChatError, match="one by one"):
         tokenizer.apply_chat_template([HI, HI], image_prompts=[])
 
