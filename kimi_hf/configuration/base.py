@@ -182,6 +182,13 @@ class ReleasedSchemaConfig(PreTrainedConfig):
         config.check()
         return (config, unused) if wants_unused else config
 
+    @classmethod
+    def refuse_fields_of_parts(cls, changes: dict[str, Any]) -> None:
+        """Raise `ConfigError` for a keyword that is a field of a part, which transformers would hand to the model."""
+        for key, part in cls.sub_configs.items():
+            for name in changes.keys() & part._declared_defaults().keys() - cls._declared_defaults().keys():
+                raise ConfigError(f"{name} is a field of {key}; give {key}={{{name!r}: {changes[name]!r}}}")
+
     def _change(self, changes: dict[str, Any]) -> None:
         """Set fields; of a part or of an object, set those it names."""
         for name, value in changes.items():

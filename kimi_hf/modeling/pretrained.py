@@ -78,6 +78,7 @@ class KimiPreTrainedMixin:
             ConfigError: a configuration that contradicts itself.
         """
         source = pretrained_model_name_or_path
+        cls.config_class.refuse_fields_of_parts(kwargs)
         if kwargs.get("quantization_config") is None:
             kwargs.pop("quantization_config", None)
         wants_report = kwargs.pop("output_loading_info", False)

@@ -69,6 +69,14 @@ def test_keywords_for_the_parts_of_a_composite_are_checked(keywords, told, k3_fo
             loader.from_pretrained(k3_folder, **copy.deepcopy(keywords))
 
 
+@pytest.mark.parametrize("loader", [K3Model, AutoModelForCausalLM], ids=lambda cls: cls.__name__)
+def test_a_keyword_of_a_part_says_where_it_belongs(loader, k3_folder):
+    with pytest.raises(
+        ConfigError, match=r"num_hidden_layers is a field of text_config; give text_config=\{'num_hidden_layers': 2\}"
+    ):
+        loader.from_pretrained(k3_folder, num_hidden_layers=2)
+
+
 @pytest.mark.parametrize("loader", [TextModel, AutoModelForCausalLM], ids=lambda cls: cls.__name__)
 def test_fewer_layers_are_the_first_ones_and_can_be_saved(loader, text_folder, tmp_path):
     model = loader.from_pretrained(text_folder, num_hidden_layers=2)
