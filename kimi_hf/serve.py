@@ -7,7 +7,10 @@ completed here, in the server's process only; and completions are parsed by `cha
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
+
+from .errors import ChatError, MediaError
 
 SERVED = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
 
@@ -37,12 +40,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete_server() -> None:
-    """Let transformers' server find our classes, see that one of them takes images, and parse their completions.
+    """Let transformers' server find our classes, see that one takes images, parse completions and tell what is wrong.
 
     Images come with the requests; a path in one would be a file of this machine, so none is read.
     """
     import transformers
-    from transformers.cli.serving import chat_completion, response
+    from transformers.cli.serving import chat_completion, response, server
     from transformers.models.auto import modeling_auto
 
     import kimi_hf
@@ -55,6 +58,24 @@ def complete_server() -> None:
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.setdefault("kimi_k3", SERVED[0])
     for module in (chat_completion, response):
         module.build_response_parser = response_parser
+    server.build_server = _telling_errors(server.build_server)
+
+
+def _telling_errors(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`build` with a server that answers 400 and the message where our checks refuse a request."""
+
+    def refuse(request: Any, error: Exception) -> Any:
+        from fastapi.responses import JSONResponse
+
+        return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
+
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        app = build(*args, **kwargs)
+        for kind in (ChatError, MediaError):
+            app.add_exception_handler(kind, refuse)
+        return app
+
+    return build_server
 
 
 def response_parser(processor: Any, model: Any, input_ids: Any, tools: Any = None) -> Any:

@@ -19,6 +19,7 @@ from transformers.utils import import_utils
 
 import kimi_hf.processing
 from kimi_hf import serve
+from kimi_hf.errors import ChatError, MediaError
 from kimi_hf.processing.chat_encoding import render
 
 MESSAGE = {
@@ -42,7 +43,10 @@ def test_command_needs_the_server(monkeypatch, capsys):
 
 
 def test_command_completes_the_server_and_starts_it(monkeypatch):
-    modules = {name: types.ModuleType(name) for name in ("chat_completion", "response")}
+    modules = {name: types.ModuleType(name) for name in ("chat_completion", "response", "server")}
+    refused = {}
+    app = types.SimpleNamespace(add_exception_handler=refused.__setitem__)
+    modules["server"].build_server = lambda: app
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"transformers.cli.serving.{name}", module)
         monkeypatch.setattr(transformers.cli.serving, name, module, raising=False)
@@ -59,6 +63,8 @@ def test_command_completes_the_server_and_starts_it(monkeypatch):
     assert started == [["serve", "folder", "--port", "8000"]]
     assert all(getattr(transformers, name) is getattr(kimi_hf, name) for name in serve.SERVED)
     assert names["kimi_k3"] == "KimiK3ForConditionalGeneration"
+    told = modules.pop("server").build_server()
+    assert told is app and set(refused) == {ChatError, MediaError}  # answered with their messages
     assert all(module.build_response_parser is serve.response_parser for module in modules.values())
 
 

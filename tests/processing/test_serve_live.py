@@ -71,6 +71,9 @@ def test_chat_completions(server, tmp_path):
     plain = json.loads(ask(server, hello, chat_template_kwargs={"thinking": False}))
     assert plain["choices"][0]["message"]["content"]
 
+    forced = json.loads(ask(server, hello, chat_template_kwargs={"tool_choice": "required"}))
+    assert forced["usage"]["prompt_tokens"] > reply["usage"]["prompt_tokens"]
+
     events = [line[6:] for line in ask(server, hello, stream=True).splitlines() if line.startswith("data: {")]
     deltas = [json.loads(event)["choices"][0]["delta"] for event in events if json.loads(event)["choices"]]
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == message["reasoning_content"]
@@ -82,6 +85,11 @@ def test_chat_completions(server, tmp_path):
     unseen = json.loads(ask(server, [{"role": "user", "content": ""}]))["usage"]["prompt_tokens"]
     assert seen > unseen + 6  # an image of 60 x 45 is 6 tokens, between marks
     for url in (str(tmp_path / "a.png"), (tmp_path / "a.png").as_uri()):
-        with pytest.raises(urllib.error.HTTPError):
+        with pytest.raises(urllib.error.HTTPError) as refused:
             ask(server, with_image(url))
+        told = json.loads(refused.value.read())["error"]["message"]
+        assert refused.value.code == 400 and told.startswith("image 1 of 1: ")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(server, hello, chat_template_kwargs={"thinking_effort": "medium"})
+    assert refused.value.code == 400 and "thinking_effort: found 'medium'" in refused.value.read().decode()
     assert json.loads(ask(server, hello))["choices"][0]["message"] == message  # and the server is still there
