@@ -74,8 +74,10 @@ def test_two_processes_equal_one(name, outcomes):
     expected_result, expected = outcome(outcomes, EQUALS[name])
     start = load_file(outcomes / "model" / "model.safetensors")
     assert set(tensors) == set(expected)
-    for key, value in expected.items():
-        torch.testing.assert_close(tensors[key].double(), value.double(), atol=1e-4, rtol=0, msg=key)
+    differences = {key: float((tensors[key].double() - value.double()).abs().max()) for key, value in expected.items()}
+    worst = max(differences, key=differences.get)
+    print(f"{name}: largest difference {differences[worst]:.1e}, in {worst}")  # for the documentation; shown with -s
+    assert differences[worst] < 1e-4, worst
     assert (expected["lm_head.weight"] - start["lm_head.weight"]).abs().max() > 1e-2
     biases = [value for key, value in tensors.items() if key.endswith("e_score_correction_bias")]
     assert all(bias.abs().sum() > 0 for bias in biases), "router balance moved the biases, alike in both"
