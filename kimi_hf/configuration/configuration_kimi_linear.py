@@ -100,7 +100,7 @@ class KimiLinearConfig(ReleasedSchemaConfig):
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
-    _translated: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types", *_LINEAR_SPELLINGS)
+    _translated: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types", "qk_head_dim", *_LINEAR_SPELLINGS)
     _part_key: ClassVar[str] = "text_config"
 
     vocab_size: int = 163840
@@ -210,6 +210,8 @@ class KimiLinearConfig(ReleasedSchemaConfig):
             if "first_k_dense_replace" not in given:
                 self.first_k_dense_replace = prefix
             asked["mlp_layer_types"] = list(spelled["mlp_layer_types"])
+        if "qk_head_dim" in spelled:  # a sum, which native files write beside its parts
+            asked["qk_head_dim"] = spelled["qk_head_dim"]
         self.linear_attn_config = linear
         return asked
 
@@ -374,6 +376,13 @@ class KimiLinearConfig(ReleasedSchemaConfig):
     def qk_head_dim(self) -> int:
         """Width of a query and of a key, n + r."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @qk_head_dim.setter
+    def qk_head_dim(self, value: int) -> None:
+        if value != self.qk_head_dim:
+            raise ConfigError(
+                f"qk_head_dim is {value!r}, but qk_nope_head_dim + qk_rope_head_dim is {self.qk_head_dim}; change those two"
+            )
 
     @property
     def situ_beta(self) -> float:

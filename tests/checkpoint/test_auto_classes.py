@@ -1,5 +1,6 @@
 """The Auto classes find our classes, whatever remote code a repository names, and give `kimi_linear` back when asked."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -70,8 +71,11 @@ def test_saving_copies_no_source_code(tmp_path):
     assert not list(tmp_path.rglob("*.py"))
 
 
-def test_the_native_class_comes_back_and_leaves_again():
-    """Class and key map change together, both ways; our own class keeps working while the native one is in place."""
+def test_the_native_class_comes_back_and_leaves_again(tmp_path):
+    """Class and key map change together, both ways; our own class keeps working while the native one is in place.
+
+    The configuration that the native class saves, with derived fields in it, is one that ours reads.
+    """
     ids = golden(f"{KIMI_LINEAR}/golden.safetensors")["plain.input_ids"]
     expected = golden_model(KIMI_LINEAR)(ids).logits
     try:
@@ -85,8 +89,13 @@ def test_the_native_class_comes_back_and_leaves_again():
             with torch.no_grad():
                 assert (native(ids).logits - expected).abs().max() < 1e-4
                 torch.testing.assert_close(ours(ids).logits, expected, rtol=0, atol=1e-5)
+            native.save_pretrained(tmp_path)
+            assert "qk_head_dim" in json.loads((tmp_path / "config.json").read_text())
             kimi_hf.register(take_over_kimi_linear=True)
             assert type(AutoModelForCausalLM.from_pretrained(fixture_path(KIMI_LINEAR))) is KimiLinearForCausalLM
+            saved = AutoConfig.from_pretrained(tmp_path)
+            assert type(saved) is KimiLinearConfig and "qk_head_dim" not in saved.to_dict()
+            assert saved.layer_types == config.layer_types
     finally:
         kimi_hf.register(take_over_kimi_linear=True)
 

@@ -121,6 +121,7 @@ ALIASES = [
     ({"mlp_layer_types": ["sparse"] * 3 + ["dense"]}, "mlp_layer_types has a dense layer after a sparse one"),
     ({"mlp_layer_types": 5}, "mlp_layer_types must be a list"),
     ({"linear_head_dim": 4, "linear_attn_config": {"head_dim": 8}}, "linear_head_dim is 4, but the other fields"),
+    ({"qk_head_dim": 100}, "qk_head_dim is 100, but the other fields of the configuration give 192"),
     ({"linear_head_dim": 0}, r"linear_attn_config.head_dim must be .*was given as linear_head_dim"),
 ]
 
@@ -144,8 +145,12 @@ def test_two_spellings_that_agree_are_one_field():
         layer_types=["linear_attention", "full_attention"],
         linear_attn_config={"kda_layers": [1], "full_attn_layers": [2], "head_dim": 16},
         linear_head_dim=16,
+        qk_head_dim=192,
     )
-    assert config.to_diff_dict().keys().isdisjoint({"num_local_experts", "layer_types", "linear_head_dim"})
+    twice = {"num_local_experts", "layer_types", "linear_head_dim", "qk_head_dim"}
+    assert config.to_diff_dict().keys().isdisjoint(twice)
+    with pytest.raises(ConfigError, match=r"qk_head_dim is 100, .* change those two"):
+        config.qk_head_dim = 100
 
 
 MORE = [
