@@ -5,8 +5,9 @@
 
 A decoder with everything Kimi K3 has (KDA and latent attention, attention over depth, 48 latent experts of which a byte
 uses 4, balanced without an auxiliary loss) learns the sources of Python's standard library, byte by byte. Beside it learns
-the GPT-2 rung of the ladder: same width, depth and number of parameters that a byte uses, same optimiser; learning rate and
-initial spread were chosen for each in runs of 120 steps. GPT-2 runs twice, once over the same bytes and once for the same computing time. Both are told.
+the GPT-2 rung of the ladder: same width, depth, optimiser and number of parameters that a byte uses; learning rate and
+initial spread were chosen for each in runs of 120 steps. GPT-2 runs twice, once over the same bytes and once for the same
+computing time. Both are told.
 
 `--minutes` sets the number of steps, at a rate measured once; the clock is only reported, so that a slow machine gives the
 same curves. Written are OUT/pretrain_small.jsonl (every logged step), .md (the table) and .png.
