@@ -82,6 +82,7 @@ def layer_rows(bench: Bench, tiny: bool, tokens: int) -> Iterator[dict]:
 def _captured_step(bench: Bench, model: nn.Module, prompt: torch.Tensor, token: torch.Tensor) -> dict:
     """A step over a static cache, captured once and replayed: seconds, and the replayed steps' error against plain ones."""
     rows, length = prompt.shape
+    steps = 4 if bench.on_gpu else 2  # capturing takes the first three; the fourth is compared
     outputs = []
     for graph in (False, True):
         cache = StaticCache(config=model.config, max_cache_len=length + 64)
@@ -91,9 +92,8 @@ def _captured_step(bench: Bench, model: nn.Module, prompt: torch.Tensor, token: 
         def step(cache=cache, hidden=hidden) -> None:
             hidden.copy_(model(input_ids=token, past_key_values=cache).last_hidden_state)
 
-        # capturing takes the first three steps; the fourth is compared
         replay = bench.graphed(step) if graph else step
-        for _ in range(1 if graph and bench.on_gpu else 4):
+        for _ in range(1 if graph and bench.on_gpu else steps):
             replay()
         outputs.append(hidden.float())
     difference = float((outputs[0] - outputs[1]).abs().max() / outputs[0].abs().max())
