@@ -1,5 +1,6 @@
 """What a field may hold. Every function raises `ConfigError` with the field's name, its value and what is expected."""
 
+import difflib
 import math
 from collections.abc import Collection
 from typing import Any
@@ -89,6 +90,14 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     """One of the strings in `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def known_names(given: Collection[str], known: Collection[str], what: str) -> None:
+    """Names of which each is one of `known`; `what` says what they name."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"{name} is not {what}{f'; did you mean {near[0]}?' if near else '; leave it out'}")
 
 
 def kinds(name: str, value: Any, allowed: Collection[str], layers: int) -> None:

@@ -7,7 +7,7 @@ from ..errors import ConfigError
 from .base import ReleasedSchemaConfig
 from .checks import (
     fraction,
-    layer_count,
+    known_names,
     lower_bound,
     one_of,
     optional_int,
@@ -17,7 +17,7 @@ from .checks import (
     spread,
     switch,
 )
-from .ladder_parts import DELTA_DEFAULTS, FEED_FORWARDS, MIXERS, READERS, RESIDUALS, SPARSE
+from .ladder_parts import DELTA_DEFAULTS, MIXERS, READERS, SPARSE, as_list, check_parts
 from .routing import check_routing
 from .rungs import rung_fields
 
@@ -29,6 +29,8 @@ _SWITCHES = (
     "latent_moe_use_norm",
     "output_router_logits",
 )
+# Keywords of transformers' configurations that are no fields.
+_KEYWORDS = ("attn_implementation", "experts_implementation", "torch_dtype", "num_labels", "output_attentions")
 _OPTIONAL_SWITCHES = ("bias", "output_norm", "output_gate", "moe_renormalize")
 
 
@@ -124,16 +126,18 @@ class LadderConfig(ReleasedSchemaConfig):
             name: "gpt2", "linear-transformer", "delta-net", "gated-delta-net", "kimi-linear" or "kimi-k3", each also
                 with "-small" or "-tiny" behind it.
         Raises:
-            ConfigError: an unknown name, or a combination that does not hold.
+            ConfigError: an unknown name, a change that is no field, or a combination that does not hold.
         """
+        known_names(changes, {*cls.__dataclass_fields__, *_KEYWORDS}, f"a field of {cls.__name__}")
         fields = rung_fields(name, changes)
-        present = {*_as_list(fields["mixer"]), *_as_list(fields["feed_forward"]), fields["residual"], fields["norm"]}
+        check_parts(fields)
+        present = {*as_list(fields["mixer"]), *as_list(fields["feed_forward"]), fields["residual"], fields["norm"]}
         kept = {
             key: value
             for key, value in fields.items()
             if key in changes or key not in READERS or present & set(READERS[key])
         }
-        return cls(architectures=["LadderForCausalLM"], **kept)
+        return cls(**{"architectures": ["LadderForCausalLM"], **kept})
 
     def __post_init__(self, **kwargs):
         for name in ("mixer", "feed_forward"):
@@ -146,7 +150,7 @@ class LadderConfig(ReleasedSchemaConfig):
     def check(self) -> None:
         """Raise `ConfigError` if a field contradicts another, or if nothing reads it."""
         super().check()
-        self._check_parts()
+        check_parts(self.__dict__)
         self._refuse_unread()
         self._check_sizes()
         self._check_activations()
@@ -154,26 +158,6 @@ class LadderConfig(ReleasedSchemaConfig):
         if self.parts & set(SPARSE):
             one_of("hidden_act", self.hidden_act, ("silu", "situ"))
             check_routing(self)
-
-    def _check_parts(self) -> None:
-        layer_count("num_hidden_layers", self.num_hidden_layers)
-        for field, allowed in (("mixer", tuple(MIXERS)), ("feed_forward", FEED_FORWARDS)):
-            value = getattr(self, field)
-            if not isinstance(value, (str, list, tuple)):
-                raise ConfigError(
-                    f"{field} must be a name or a list of names, got {value!r}; known are {', '.join(allowed)}"
-                )
-            names = _as_list(value)
-            if not 1 <= len(names) <= self.num_hidden_layers:
-                raise ConfigError(
-                    f"{field} names {len(names)} layers, but num_hidden_layers is {self.num_hidden_layers}; give one name, "
-                    "or a list of at most that many, which is repeated"
-                )
-            for name in names:
-                one_of(field, name, allowed)
-        one_of("residual", self.residual, RESIDUALS)
-        one_of("positions", self.positions, ("learned", "none"))
-        one_of("norm", self.norm, ("layer_norm", "rms_norm"))
 
     def _refuse_unread(self) -> None:
         present, defaults = self.parts, self._declared_defaults()
@@ -187,7 +171,7 @@ class LadderConfig(ReleasedSchemaConfig):
     def _fill(self) -> None:
         """Give every field that a chosen part reads its value."""
         self._cut_lists()
-        self._check_parts()
+        check_parts(self.__dict__)
         # What an earlier call filled in follows from the fields as they are now, or is not read any more.
         for field in [*self._memory.filled]:
             if self.__dict__.get(field) == self._memory.filled.pop(field):
@@ -302,7 +286,7 @@ class LadderConfig(ReleasedSchemaConfig):
     @property
     def parts(self) -> set[str]:
         """All mixers, feed-forwards, residuals and norms in use."""
-        return {*_as_list(self.mixer), *_as_list(self.feed_forward), self.residual, self.norm}
+        return {*as_list(self.mixer), *as_list(self.feed_forward), self.residual, self.norm}
 
     @property
     def mixers(self) -> list[str]:
@@ -387,10 +371,6 @@ class LadderConfig(ReleasedSchemaConfig):
         return self.num_attention_heads
 
 
-def _as_list(names: str | list[str] | tuple[str, ...]) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
-
-
 def _per_layer(names: str | list[str], layers: int) -> list[str]:
-    names = _as_list(names)
+    names = as_list(names)
     return [names[i % len(names)] for i in range(layers)]

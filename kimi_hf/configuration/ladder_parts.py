@@ -1,5 +1,11 @@
 """What a `LadderConfig` may name, and which part reads which field."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .checks import layer_count, one_of
+
 # Mixer -> what transformers' caches and masks call its kind of layer.
 MIXERS = {
     "softmax_attention": "full_attention",
@@ -60,3 +66,31 @@ DELTA_DEFAULTS = {
     "delta_net": {"short_conv_kernel_size": 0, "output_norm": False, "output_gate": False},
     "gated_delta_net": {"short_conv_kernel_size": 4, "output_norm": True, "output_gate": True},
 }
+
+
+def check_parts(fields: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a part that `fields` name does not exist, or if lists of them are longer than the model."""
+    layers = fields["num_hidden_layers"]
+    layer_count("num_hidden_layers", layers)
+    for field, allowed in (("mixer", tuple(MIXERS)), ("feed_forward", FEED_FORWARDS)):
+        value = fields[field]
+        if not isinstance(value, (str, list, tuple)):
+            raise ConfigError(
+                f"{field} must be a name or a list of names, got {value!r}; known are {', '.join(allowed)}"
+            )
+        names = as_list(value)
+        if not 1 <= len(names) <= layers:
+            raise ConfigError(
+                f"{field} names {len(names)} layers, but num_hidden_layers is {layers}; give one name, or a list of at most "
+                "that many, which is repeated"
+            )
+        for name in names:
+            one_of(field, name, allowed)
+    one_of("residual", fields["residual"], RESIDUALS)
+    one_of("positions", fields["positions"], ("learned", "none"))
+    one_of("norm", fields["norm"], ("layer_norm", "rms_norm"))
+
+
+def as_list(names: str | list[str] | tuple[str, ...]) -> list[str]:
+    """A name or several as a list."""
+    return [names] if isinstance(names, str) else list(names)

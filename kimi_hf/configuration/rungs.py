@@ -6,6 +6,7 @@ Those few fields are the lesson. Sizes that a rung does not name (ranks, head si
 from typing import Any
 
 from ..errors import ConfigError
+from .checks import layer_count
 
 KDA, MLA = "kimi_delta_attention", "latent_attention"
 _GPT2: dict[str, Any] = {
@@ -72,16 +73,18 @@ def rung_fields(name: str, changes: dict[str, Any]) -> dict[str, Any]:
         name: a key of `RUNGS`, alone (the size of GPT-2 small) or with "-small" (about 100 million parameters) or
             "-tiny" (about 10 million).
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a number of layers that is none.
     """
-    suffix = next((end for end in ("-small", "-tiny") if name.endswith(end)), "")
-    rung = name.removesuffix(suffix)
+    given = str(name)
+    suffix = next((end for end in ("-small", "-tiny") if given.endswith(end)), "")
+    rung = given.removesuffix(suffix)
     if rung not in RUNGS:
         raise ConfigError(
             f"rung {name!r} is not known; known are {', '.join(RUNGS)}, each also with -small and -tiny behind its name"
         )
     fields = {**_SIZES[suffix], **_SPARSE_SIZES.get(name, {}), **RUNGS[rung], **changes}
-    if isinstance(fields["feed_forward"], tuple):
+    layer_count("num_hidden_layers", fields["num_hidden_layers"])
+    if "feed_forward" not in changes and isinstance(fields["feed_forward"], tuple):
         first, other = fields["feed_forward"]
         fields["feed_forward"] = [first] + [other] * (fields["num_hidden_layers"] - 1)
     return fields

@@ -106,3 +106,26 @@ def test_unknown_names_are_told():
         LadderConfig.rung("mamba")
     with pytest.raises(ConfigError, match="gated-delta-net-tiny"):
         preset("gpt3")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        (None, {}, "rung None is not known"),
+        ("gpt2-tiny", {"residal": "full_attn_res"}, "residal is not a field of LadderConfig; did you mean residual"),
+        ("gpt2-tiny", {"mixers": "delta_net"}, "mixers is not a field of LadderConfig; did you mean mixer"),
+        ("gpt2-tiny", {"feed_forward": None}, "feed_forward must be a name or a list of names, got None"),
+        ("gpt2-tiny", {"mixer": [["delta_net"]]}, "mixer must be one of"),
+        ("gpt2-tiny", {"residual": ["sum"]}, "residual must be one of"),
+        ("kimi-linear-tiny", {"num_hidden_layers": "8"}, "num_hidden_layers must be an integer"),
+    ],
+)
+def test_changes_that_would_do_nothing_or_make_no_sense_are_told(name, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        LadderConfig.rung(name, **changes)
+
+
+def test_a_changed_tuple_is_repeated_as_a_list_is():
+    for kind in (list, tuple):
+        config = LadderConfig.rung("gpt2-tiny", feed_forward=kind(["swiglu", "moe"]), attn_implementation="eager")
+        assert config.feed_forwards == ["swiglu", "moe"] * 4 and config.architectures == ["LadderForCausalLM"]
