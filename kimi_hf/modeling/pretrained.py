@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from ..checkpoint.geometry import as_dict
+from ..checkpoint.geometry import as_dict, is_packed
 from ..checkpoint.key_maps import own_key_maps
 from ..checkpoint.loading import Reading, check_after_loading, check_before_loading
 from ..checkpoint.offload import prepare_disk_offload, refuse_files_in_use
@@ -24,7 +24,7 @@ from .disk_experts import (
     refuse_experts_on_disk,
     save_experts_on_disk,
 )
-from .moe import EXPERTS_IMPLEMENTATION
+from .moe import EXPERTS_IMPLEMENTATION, KimiExperts
 from .tying import check_tying
 
 logger = logging.get_logger(__name__)
@@ -141,6 +141,9 @@ class KimiPreTrainedMixin:
     ) -> None:
         """Write the released names, shapes and dtypes, and the config in the released schema.
 
+        A model built from a configuration of packed experts, rather than loaded, has plain ones; its configuration is
+        changed to say so.
+
         Everything is written to a temporary folder beside `save_directory` and moved there when it is complete. With
         `push_to_hub` or `distributed_checkpoint`, which write from several places, transformers writes directly.
         Arguments are transformers' own; weights are always safetensors.
@@ -154,6 +157,8 @@ class KimiPreTrainedMixin:
             logger.warning("safe_serialization=False is not offered any more; safetensors files are written")
         self.config.check()
         check_tying(self)
+        if is_packed(as_dict(self.config)) and any(isinstance(module, KimiExperts) for module in self.modules()):
+            del self.config.quantization_config  # only loading packs experts; `from_config` leaves them plain
         distributed = bool(kwargs.get("distributed_checkpoint"))
         options = {"state_dict": state_dict, "max_shard_size": max_shard_size, "variant": variant, **kwargs}
         with own_key_maps():

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kimi_hf import KimiMxfp4Config
+from kimi_hf import KimiK3ForConditionalGeneration, KimiLinearForCausalLM, KimiMxfp4Config
 from kimi_hf.errors import CheckpointError, ConfigError
 from kimi_hf.modeling.moe import KimiExperts
 from kimi_hf.quantization import KimiPackedExperts, dequantize, quantize
@@ -125,6 +125,23 @@ def test_expanded_experts_are_saved_as_plain_experts(tmp_path):
     again = fresh_model(tmp_path)
     for name, weight in again.state_dict().items():
         assert torch.equal(weight, _expanded().state_dict()[name]), name
+
+
+@pytest.mark.parametrize("case", [K3_PACKED, K3_RELEASE])
+def test_a_model_built_from_the_configuration_of_packed_experts_is_saved_as_it_is(case, tmp_path):
+    """Nobody packs the experts of a model that is trained from scratch with the released configuration."""
+    cls = KimiLinearForCausalLM if case == K3_PACKED else KimiK3ForConditionalGeneration
+    model = cls(cls.config_class.from_pretrained(fixture_path(case))).requires_grad_(False)
+    model.save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "quantization_config" not in {**config, **config.get("text_config", {})}
+    again = cls.from_pretrained(tmp_path / "plain", dtype=model.dtype)
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in again.state_dict().items())
+    quantize(model).save_pretrained(tmp_path / "packed")
+    again = cls.from_pretrained(tmp_path / "packed", dtype=model.dtype)
+    assert _experts(again, KimiPackedExperts)
+    ids = torch.arange(4, 12)[None]
+    torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_expanded_experts_pack_to_the_same_values(tmp_path):
