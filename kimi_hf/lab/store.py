@@ -54,7 +54,7 @@ class Store:
     def _is_done(self, experiment: Experiment, point: Point) -> bool:
         """Whether the point was measured with the arguments it has now."""
         kept = self.content["experiments"].get(experiment.name, {}).get(point.key)
-        return kept is not None and kept["arguments"] == json.loads(json.dumps(point.arguments))
+        return isinstance(kept, dict) and kept.get("arguments") == json.loads(json.dumps(point.arguments))
 
     def keep(self, experiment: Experiment, point: Point, value: dict[str, Any]) -> None:
         """Enter a finished point and write the file."""

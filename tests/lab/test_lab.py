@@ -168,6 +168,9 @@ def test_a_run_is_taken_up_where_it_stopped(tmp_path, monkeypatch):
     assert "http" not in page
     changed = replace(_TOY, points=lambda budget: [Point("x 2", _double, {"x": 2, "seed": 1})])
     assert [point.key for point in Store(tmp_path, "small").missing(changed)] == ["x 2"]
+    content["experiments"]["toy"].update({"x 1": {}, "x 2": None})  # entries that say nothing are measured again
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    assert {"x 1", "x 2"} <= {point.key for point in Store(tmp_path, "small").missing(_TOY)}
 
 
 def test_foreign_folders_and_unknown_names_are_told(tmp_path):
