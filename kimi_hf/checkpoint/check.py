@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kimi_hf.checkpoint.geometry import PACKED_FORMAT, TextGeometry, as_dict, quantization_section
+from kimi_hf.checkpoint.geometry import PACKED_FORMAT, TextGeometry, as_dict, is_packed, quantization_section
 from kimi_hf.checkpoint.layout import (
     FLOAT_DTYPES,
     TensorSpec,
@@ -17,7 +17,8 @@ from kimi_hf.checkpoint.layout import (
     released_layout,
 )
 from kimi_hf.checkpoint.shards import Checkpoint, TensorEntry, open_checkpoint
-from kimi_hf.errors import CheckpointError
+from kimi_hf.configuration.quantization import check_block
+from kimi_hf.errors import CheckpointError, ConfigError
 
 SHOWN = 8
 SCALE_ENDINGS = ("weight_scale", "_proj_scale")
@@ -206,6 +207,20 @@ def expert_layout(checkpoint: Checkpoint) -> str:
     return next(iter(first), "plain")
 
 
+def format_disagreement(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
+    """What is wrong if experts are packed and the configuration does not say so, or the other way round."""
+    found = expert_layout(checkpoint)
+    first = next((entry for name, entry in checkpoint.entries.items() if ".experts." in name), None)
+    said = is_packed(config)
+    if first is None or said == ("packed" in found):
+        return None
+    return (
+        f"{first.name} in {first.path.name} is stored as a {found} expert, but config.json "
+        f"{'names' if said else 'does not name'} the MXFP4 format in quantization_config; correct config.json, or convert "
+        "the experts"
+    )
+
+
 def refuse_foreign(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Raise for quantisation schemes other than the released MXFP4 (from the config and from the tensors)."""
     section = quantization_section(config) or {}
@@ -216,6 +231,11 @@ def refuse_foreign(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
             f"{checkpoint.folder}: quantization_config says quant_method {method!r}, format {scheme!r}; only "
             f"compressed-tensors {PACKED_FORMAT} is read. Use the released checkpoint, or one dequantised to bf16"
         )
+    if section:
+        try:
+            check_block(section)  # a known format may still name other groups or integer codes
+        except ConfigError as error:
+            raise CheckpointError(f"{checkpoint.folder}: config.json: {error}") from error
     for (ending, _, _), entry in checkpoint.endings.items():
         scheme = _FOREIGN_SUFFIXES.get(ending)
         if ending in ("weight_packed", "weight_scale") and entry.dtype != "U8":

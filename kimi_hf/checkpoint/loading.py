@@ -8,7 +8,15 @@ from typing import Any
 from transformers.utils import logging
 
 from ..errors import CheckpointError
-from .check import SHOWN, Problems, check_decay_tails, check_scales, expert_layout, find_problems
+from .check import (
+    SHOWN,
+    Problems,
+    check_decay_tails,
+    check_scales,
+    expert_layout,
+    find_problems,
+    format_disagreement,
+)
 from .geometry import as_dict, is_packed, text_section
 from .offload import uses_disk
 from .shards import Checkpoint
@@ -128,17 +136,11 @@ def _part(name: str) -> str | None:
 
 def _check_format(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: bool) -> None:
     """Raise if experts are packed and the configuration does not say so, or the other way round."""
-    found = expert_layout(checkpoint)
-    if found == "fused_packed" and dequantize:
+    if expert_layout(checkpoint) == "fused_packed" and dequantize:
         raise CheckpointError(
             f"{checkpoint.folder} holds packed experts under fused names, which cannot be unpacked while loading; load them "
             "packed and call kimi_hf.quantization.dequantize(model)"
         )
-    first = next((entry for name, entry in checkpoint.entries.items() if ".experts." in name), None)
-    said = is_packed(config)
-    if first is not None and said != ("packed" in found):
-        raise CheckpointError(
-            f"{first.name} in {first.path.name} is stored as a {found} expert, but config.json "
-            f"{'names' if said else 'does not name'} the MXFP4 format in quantization_config; correct config.json, or convert "
-            "the experts"
-        )
+    wrong = format_disagreement(checkpoint, config)
+    if wrong is not None:
+        raise CheckpointError(wrong)

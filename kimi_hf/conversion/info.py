@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kimi_hf.checkpoint.check import expert_layout, find_problems
+from kimi_hf.checkpoint.check import expert_layout, find_problems, format_disagreement
 from kimi_hf.checkpoint.geometry import TextGeometry, is_kimi, load_config
 from kimi_hf.checkpoint.layout import is_vision, part_of
 from kimi_hf.checkpoint.shards import Checkpoint, open_checkpoint
@@ -71,7 +71,9 @@ def describe_folder(folder: str | Path) -> list[str]:
     vision = any(is_vision(name) for name in checkpoint.entries)
     if not vision and config.get("vision_config") is not None:
         lines.append("the config has a vision part, the files have none: only the text model loads")
-    lines += find_problems(checkpoint, config, vision=vision).lines() or ["names, shapes and dtypes match config.json"]
+    problems = [*filter(None, [format_disagreement(checkpoint, config)])]
+    problems += find_problems(checkpoint, config, vision=vision).lines()
+    lines += problems or ["names, shapes and dtypes match config.json"]
     return lines
 
 

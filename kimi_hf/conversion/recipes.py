@@ -73,7 +73,7 @@ class Matrix(NamedTuple):
         width, groups = self.cols // 2, self.cols // MXFP4_GROUP
         packed = as_tensor(self.packed.read(begin * width, (end - begin) * width), "U8", (end - begin, width))
         scale = as_tensor(self.scale.read(begin * groups, (end - begin) * groups), "U8", (end - begin, groups))
-        name = f"{self.name}.weight in {self.scale.entry.path.name}"
+        name = f"{self.scale.entry.path.name}: {self.name}.weight"
         return mxfp4.unpack(packed, scale, TORCH_DTYPES[dtype], name=name)
 
 

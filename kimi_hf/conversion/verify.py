@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from kimi_hf.checkpoint.check import check_decay_tails, check_scales, find_problems
+from kimi_hf.checkpoint.check import check_decay_tails, check_scales, find_problems, format_disagreement
 from kimi_hf.checkpoint.layout import DTYPE_BYTES
 from kimi_hf.checkpoint.shards import as_tensor
 from kimi_hf.conversion.gpt2 import is_gpt2, read_any
@@ -169,7 +169,8 @@ def _compare_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], show
 def verify_config(
     folder: str | Path, deep: bool = False, strict_dtypes: bool = True, vision: bool | None = None
 ) -> tuple[CheckpointView, list[str]]:
-    """Names, shapes and dtypes of a checkpoint against its config; also the zero tails of `A_log`.
+    """Names, shapes and dtypes of a checkpoint against its config; also the expert format that it names, and the
+    zero tails of `A_log`.
 
     Args:
         deep: read all MXFP4 scales and look for NaN (255).
@@ -180,7 +181,7 @@ def verify_config(
     view = CheckpointView.open(folder)
     with view.checkpoint:
         problems = find_problems(view.checkpoint, view.config, vision=vision, strict_dtypes=strict_dtypes)
-        lines = problems.lines(SHOWN)
+        lines = [*filter(None, [format_disagreement(view.checkpoint, view.config)]), *problems.lines(SHOWN)]
         try:
             check_decay_tails(view.checkpoint, view.config)
             if deep:

@@ -12,6 +12,7 @@ import kimi_hf
 from kimi_hf.checkpoint.shards import read_header
 from kimi_hf.conversion import verify
 from kimi_hf.conversion.convert import convert
+from kimi_hf.conversion.info import describe_folder
 from kimi_hf.conversion.slice import slice_checkpoint
 from kimi_hf.errors import KimiHfError
 
@@ -81,7 +82,7 @@ def nan_scale(folder):
         scale = read_all(folder)[name].clone()
         scale[1, 0] = 255
         file = change(folder, name, scale)
-    return [".w2.weight", file, "255"]
+    return [".w2.weight_scale", file, "255"]
 
 
 def disagreeing_index(folder):
@@ -114,9 +115,19 @@ def int4_by_config(folder):
     return ["pack-quantized", "quantization_config"]
 
 
+def int4_by_group(folder):
+    """The format's name is right, its group asks for integers: they would be read as floats."""
+
+    def edit(config):
+        config["text_config"]["quantization_config"]["config_groups"]["group_0"]["weights"]["type"] = "int"
+
+    edit_config(folder, edit)
+    return ["config_groups.group_0.weights", "'int'"]
+
+
 DAMAGES = [
     truncated, wrong_shape, swapped, absent_shard, absent_expert, extra_expert, nan_scale, disagreeing_index, mixed, nvfp4,
-    int4, int4_by_config,
+    int4, int4_by_config, int4_by_group,
 ]  # fmt: skip
 
 
@@ -151,3 +162,12 @@ def test_refused_by_every_reader(goldens, tmp_path, damage, capsys):
             assert re.search(re.escape(fragment), message), f"{reader} does not tell {fragment!r}: {message}"
         assert not (tmp_path / reader).exists(), f"{reader} left a folder that looks complete"
         assert hashes(folder) == before, f"{reader} touched its source"
+
+
+def test_packed_experts_that_the_config_does_not_name(goldens, tmp_path, capsys):
+    """Loading refuses such a folder, so `verify` and `info` must not call it right; a conversion still reads it."""
+    folder = copy_checkpoint(goldens("k3_release_tiny/config.json").parent, tmp_path / "source")
+    edit_config(folder, lambda config: config["text_config"].pop("quantization_config"))
+    assert command(verify, folder) == 1
+    assert "does not name the MXFP4 format" in capsys.readouterr().out
+    assert any("does not name the MXFP4 format" in line for line in describe_folder(folder))
