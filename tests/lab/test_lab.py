@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from kimi_hf.lab import command
 from kimi_hf.lab.experiment import FAILS, HOLDS, OPEN, Experiment, Point, Verdict
 from kimi_hf.lab.experiments import EXPERIMENTS
 from kimi_hf.lab.experiments.numerics import _formula, chunk_cost, chunked_delta_rule
+from kimi_hf.lab.experiments.text import DEPTH
 from kimi_hf.lab.plots import panels
 from kimi_hf.lab.store import Store
 from kimi_hf.lab.tasks import IGNORED, Text, bound_recall, recall, switching
@@ -184,3 +186,34 @@ def test_foreign_folders_and_unknown_names_are_told(tmp_path):
     (tmp_path / "results.json").write_text("[]")
     with pytest.raises(ConfigError, match="is no file of the lab"):
         Store(tmp_path, "small")
+
+
+def _depth_results(held_out, gradients=(4.0, 1.0)):
+    states = {"sum": [1.0, 9.0], "block_attn_res": [1.0, 2.0], "full_attn_res": [1.0, 1.0]}
+    return {
+        residual: {
+            "hidden_rms": states[residual],
+            "gradient_norm": [4.0, 1.0] if residual == "sum" else list(gradients),
+            "held_out": loss,
+            "arguments": {"residual": residual, "seed": 0},
+        }
+        for residual, loss in zip(states, held_out, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("results", "word", "told"),
+    [
+        (
+            _depth_results((2.46, 2.45, 2.44)),
+            OPEN,
+            "the spread of gradients and the loss .seeds differ by 0.05. do not",
+        ),
+        (_depth_results((2.46, 2.30, 2.30)), OPEN, "but the spread of gradients do"),
+        (_depth_results((2.46, 2.30, 2.30), (2.0, 1.0)), HOLDS, "held-out loss 2.300"),
+        (_depth_results((2.30, 2.46, 2.30), (2.0, 1.0)), FAILS, "held-out loss 2.460"),
+    ],
+)
+def test_depth_holds_only_where_gradients_and_loss_separate(results, word, told):
+    verdict = DEPTH.judge(results)
+    assert verdict.word == word and re.search(told, verdict.because)

@@ -203,7 +203,8 @@ def _draw_stability(results: Results):
     for axis, what in zip(axes, ("norm of the state", "root mean square of the output"), strict=True):
         axis.set_xscale("log")
         axis.set_yscale("log")
-        label(axis, f"A long run: {what}", "tokens", what)
+        label(axis, f"A long run: {what}", "tokens", what, legend=False)
+    axes[0].legend(fontsize=8, loc="center right")
     return figure
 
 

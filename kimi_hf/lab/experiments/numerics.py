@@ -73,13 +73,7 @@ def _draw_equality(results: Results):
         axis.set_xticks(range(len(lengths)), lengths)
         axis.set_yscale("log")
         label(axis, f"Chunked against recurrent: {what}", "tokens", "largest difference / largest entry")
-    axes[0].text(
-        0.02,
-        0.02,
-        "solid: fp32, dashed: bf16; exact equality is drawn at 1e-8",
-        transform=axes[0].transAxes,
-        fontsize=7,
-    )
+    figure.supxlabel("solid: fp32, dashed: bf16; exact equality is drawn at 1e-8", fontsize=9)
     return figure
 
 
@@ -169,13 +163,13 @@ def _draw_chunks(results: Results):
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     label(axis, f"Chunk length, L = {L}, d = {d}", "chunk length C", "million multiply-adds a head")
-    axis.legend(loc="upper left", fontsize=8)
     times = axis.twinx()
     times.grid(False)
     times.plot(xs, [r["milliseconds"] for r in rows], color=ORANGE, marker="s", label="measured time (right)")
     times.set_ylabel("milliseconds, one thread")
     times.set_ylim(bottom=0)
-    times.legend(loc="upper center", fontsize=8)
+    lines = [*axis.get_lines(), *times.get_lines()]
+    axis.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8)
     return figure
 
 
