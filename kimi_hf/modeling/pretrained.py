@@ -4,6 +4,8 @@ import dataclasses
 import os
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers.utils import logging
 
 from ..checkpoint.geometry import as_dict, is_packed
@@ -160,7 +162,12 @@ class KimiPreTrainedMixin:
         if is_packed(as_dict(self.config)) and any(isinstance(module, KimiExperts) for module in self.modules()):
             del self.config.quantization_config  # only loading packs experts; `from_config` leaves them plain
         distributed = bool(kwargs.get("distributed_checkpoint"))
-        options = {"state_dict": state_dict, "max_shard_size": max_shard_size, "variant": variant, **kwargs}
+        options = {
+            "state_dict": self._with_released_dtypes(state_dict),
+            "max_shard_size": max_shard_size,
+            "variant": variant,
+            **kwargs,
+        }
         with own_key_maps():
             if push_to_hub or variant or distributed:
                 refuse_experts_on_disk(self, "saving with push_to_hub, variant or distributed_checkpoint")
@@ -173,6 +180,21 @@ class KimiPreTrainedMixin:
                     save_experts_on_disk(self, partial, max_shard_size)
                 if state_dict is None:
                     self._warn_if_unreadable(partial, variant)
+
+    def _with_released_dtypes(self, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """The tensors to save, in fp32 where the release has fp32; None where that is what the model holds already.
+
+        `model.to(torch.bfloat16)` rounds these too. The values that they still have are written exactly.
+        """
+        tensors = self.state_dict() if state_dict is None else state_dict
+        kept = {
+            name: tensor.float()
+            for name, tensor in tensors.items()
+            if isinstance(tensor, Tensor)
+            and tensor.dtype in (torch.bfloat16, torch.float16)
+            and not self._keep_in_fp32_modules_strict.isdisjoint(name.split("."))
+        }
+        return {**tensors, **kept} if kept else state_dict
 
     def _warn_if_unreadable(self, folder: Path, variant: str | None) -> None:
         """Say it now if what was just written will be refused on loading; the work of a training is not thrown away for it."""

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 import kimi_hf
 from kimi_hf import KimiLinearForCausalLM
 from kimi_hf.checkpoint import saving
+from kimi_hf.checkpoint.check import check_checkpoint
 from kimi_hf.errors import CheckpointError
 
 from ..conftest import fixture_path
-from ..modeling.golden import KIMI_LINEAR, fresh_model, golden_model
+from ..modeling.golden import K3, KIMI_LINEAR, fresh_model, golden_model
 from .small import small_model
 
 
@@ -323,6 +324,18 @@ def test_variants_lie_side_by_side(small, tmp_path):
     assert torch.equal(
         KimiLinearForCausalLM.from_pretrained(tmp_path, dtype="bfloat16").lm_head.weight, small.lm_head.weight
     )
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
+@pytest.mark.parametrize("case", [KIMI_LINEAR, K3])
+def test_a_model_that_was_cast_as_a_whole_is_saved_with_released_dtypes(case, given, tmp_path):
+    model = fresh_model(case, dtype=torch.float32).to(torch.bfloat16)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
+    model.save_pretrained(tmp_path, state_dict=model.state_dict() if given else None)
+    check_checkpoint(tmp_path, model.config, strict_dtypes=True)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
+    again = fresh_model(tmp_path, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(tensor.to(again[name].dtype), again[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
