@@ -80,7 +80,8 @@ def read_adapter(folder: str | Path, view: CheckpointView) -> Adapter:
                 module, nesting = found[1], found[2].count(".base_layer")
                 pairs.setdefault((module, nesting, found[3] is not None, found[5]), {})[found[4]] = name
             else:
-                adapter.replaced[_canonical(name)] = stored.read(name)
+                # PEFT saves the embedding under an embedding's adapter too, as the layer that it wraps
+                adapter.replaced[_canonical(name.replace(".base_layer.", "."))] = stored.read(name)
         for (module, _, is_embedding, _), names in pairs.items():
             if set(names) != {"A", "B"}:
                 raise CheckpointError(
@@ -256,11 +257,13 @@ class MergePlan(Plan):
 
     def _stored(self, spec: TensorSpec, canonical: str) -> Recipe:
         recipe = super()._stored(spec, canonical)
+        delta = self.adapter.deltas.get(canonical)
         if canonical in self.adapter.replaced:
             tensor = self.adapter.replaced[canonical]
             self._same_shape(canonical, tuple(tensor.shape), recipe.spec.shape)
+            if delta is not None:
+                tensor = delta.added(tensor.float(), 0, tensor.shape[0])
             return InMemory(recipe.spec, tensor.to(TORCH_DTYPES[recipe.spec.dtype]))
-        delta = self.adapter.deltas.get(canonical)
         return recipe if delta is None else Merged(recipe.spec, recipe.ranges[0], delta)
 
     def _expert_bytes(self, spec: TensorSpec, part: str, matrices: Sequence[Matrix]) -> Recipe:

@@ -177,6 +177,19 @@ def test_embeddings_head_and_saved_modules(linear, tmp_path):
     assert torch.equal(out["lm_head.weight"], head) and bool((out["model.norm.weight"] == 2).all())
 
 
+def test_an_embedding_that_peft_saved_beside_its_adapter(linear, tmp_path):
+    """PEFT adds `base_layer.weight` of a targeted embedding on its own; the update goes on top of it."""
+    embedding = f"{ROOT}model.embed_tokens"
+    a, b, saved = torch.randn(4, 150), torch.randn(64, 4), torch.randn(150, 64)
+    tensors = {
+        f"{embedding}.base_layer.weight": saved,
+        f"{embedding}.lora_embedding_A": a,
+        f"{embedding}.lora_embedding_B": b,
+    }
+    out = read_all(merge_lora(linear, write_adapter(tmp_path / "a", tensors), tmp_path / "out"))
+    torch.testing.assert_close(out["model.embed_tokens.weight"], saved + 2.0 * (b @ a).t(), atol=1e-5, rtol=0)
+
+
 def test_adapter_of_the_text_model_on_a_composite_checkpoint(release, tmp_path):
     """Trained on KimiLinearForCausalLM, merged into the whole repository: files keep their distribution."""
     name = "model.layers.0.mlp.down_proj"
