@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kimi_hf.checkpoint.check import format_disagreement
 from kimi_hf.checkpoint.geometry import TextGeometry, load_config
 from kimi_hf.conversion.configs import (
     experts_config,
@@ -20,7 +21,7 @@ from kimi_hf.conversion.convert import DEFAULT_SHARD, add_output_arguments, dens
 from kimi_hf.conversion.plan import Cut, Plan, check_source
 from kimi_hf.conversion.view import CheckpointView
 from kimi_hf.conversion.writer import plan_shards, write_folder
-from kimi_hf.errors import ConfigError
+from kimi_hf.errors import CheckpointError, ConfigError
 
 TOKENIZER_FILES = (
     "tiktoken.model",
@@ -64,6 +65,9 @@ def slice_checkpoint(
     view = CheckpointView.open(source, allow_absent=True)
     if not view.checkpoint.absent:
         check_source(view)
+    wrong = format_disagreement(view.checkpoint, view.config)
+    if wrong is not None:  # the slice would have the same config, and could not be loaded
+        raise CheckpointError(wrong)
     config, notes = view.config, []
     if text_only:
         config = text_only_config(config)

@@ -165,9 +165,13 @@ def test_refused_by_every_reader(goldens, tmp_path, damage, capsys):
 
 
 def test_packed_experts_that_the_config_does_not_name(goldens, tmp_path, capsys):
-    """Loading refuses such a folder, so `verify` and `info` must not call it right; a conversion still reads it."""
+    """Loading refuses such a folder: `verify` and `info` must not call it right, nor a slice inherit it."""
     folder = copy_checkpoint(goldens("k3_release_tiny/config.json").parent, tmp_path / "source")
     edit_config(folder, lambda config: config["text_config"].pop("quantization_config"))
     assert command(verify, folder) == 1
     assert "does not name the MXFP4 format" in capsys.readouterr().out
     assert any("does not name the MXFP4 format" in line for line in describe_folder(folder))
+    with pytest.raises(KimiHfError, match="does not name the MXFP4 format"):
+        slice_checkpoint(folder, tmp_path / "slice", layers=[0])
+    convert(folder, tmp_path / "plain", "bf16")
+    assert not verify.verify_config(tmp_path / "plain")[1]
