@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .configuration import PRESETS, Census, census, preset
+from .configuration import PRESETS, Census, KimiK3Config, KimiLinearConfig, LadderConfig, census, preset
 from .configuration.census import GPT2_SMALL
 from .errors import ConfigError
 
@@ -82,8 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    lines = describe(read_config(args.source))
-    path = Path(args.source)
+    config, path = read_config(args.source), Path(args.source)
+    counted = isinstance(config, (KimiK3Config, KimiLinearConfig, LadderConfig))  # Hugging Face's GPT-2 has no census
+    lines = describe(config) if counted else [f"{type(config).__name__}: parameters are counted from the files alone"]
     if args.source not in PRESETS and path.is_dir() and any(path.glob("*.safetensors*")):
         from .conversion.info import describe_folder
 

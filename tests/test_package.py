@@ -42,6 +42,11 @@ def test_info_knows_every_preset(name, capsys):
     assert "total" in capsys.readouterr().out
 
 
+def test_info_on_a_gpt2_folder(goldens, capsys):
+    assert cli.main(["info", str(goldens("gpt2_tiny/config.json").parent)]) == 0
+    assert "gpt2: 1 files, 40 tensors" in capsys.readouterr().out
+
+
 def test_info_on_nonsense_says_what_exists(capsys):
     assert cli.main(["info", "kimi-k4"]) == 1
     assert "kimi-linear-48b-a3b" in capsys.readouterr().err

@@ -62,7 +62,10 @@ def shrink_config(config: Mapping[str, Any], num_layers: int | None = None) -> d
 
     Args:
         num_layers: None keeps 9, or fewer if there are fewer: two periods of four and the two last layers' pattern.
+    Raises: ConfigError for less than one layer.
     """
+    if num_layers is not None and num_layers < 1:
+        raise ConfigError(f"num_layers is {num_layers}; expected at least 1")
     result = copy.deepcopy(dict(config))
     text = text_section(result)
     _shrink(text, TEXT_SIZES)

@@ -76,3 +76,8 @@ def test_settings():
     for wrong in ("text_config.a", "nowhere.x=1"):
         with pytest.raises(ConfigError, match="expected FIELD=VALUE"):
             set_fields(config, [wrong])
+
+
+def test_no_layers_are_refused(goldens):
+    with pytest.raises(ConfigError, match="num_layers is 0"):
+        shrink_config(load_config(goldens("released/kimi_linear_48b_config.json")), 0)
