@@ -42,8 +42,25 @@ def decode(rung: str, context: int, steps: int, seed: int) -> dict[str, Any]:
         "allocated_bytes": cache.memory_report()["total"],
         "milliseconds": 1e3 * statistics.median(times),
         "slowest_milliseconds": 1e3 * max(times),
+        "read_gb_a_second": _read_rate(),
         **sizes(model),
     }
+
+
+def _read_rate() -> float:
+    """Gigabytes a second at which this process reads what is not in a processor cache."""
+    numbers = torch.zeros(32 << 20)
+    times = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - begun)
+    return numbers.nbytes / min(times) / 1e9
+
+
+def _reading_milliseconds(row: dict[str, Any], context: int) -> float:
+    """The least a token can take: reading the weights it uses and everything kept, once."""
+    return 1e3 * (_FLOAT * row["activated"] + _predicted(row, context)) / (1e9 * row["read_gb_a_second"])
 
 
 def _judge_decoding(results: Results) -> Verdict:
@@ -75,11 +92,13 @@ def _draw_decoding(results: Results):
         theory = [_predicted(r, c) / 2**20 for r, c in zip(rows, contexts, strict=True)]
         axes[0].plot(contexts, theory, color=STYLES[rung]["color"], linewidth=1)
         axes[1].plot(contexts, [r["milliseconds"] for r in rows], **STYLES[rung])
+        least = [_reading_milliseconds(r, c) for r, c in zip(rows, contexts, strict=True)]
+        axes[1].plot(contexts, least, color=STYLES[rung]["color"], linewidth=1, linestyle=":")
     for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
     label(axes[0], "Memory of a sequence (lines: theory)", "tokens of context", "MiB kept, fp32")
-    label(axes[1], "Time of one more token", "tokens of context", "milliseconds, one thread", legend=False)
+    label(axes[1], "Time of one more token (dots: reading it all once)", "tokens of context", "milliseconds, one thread", legend=False)
     return figure
 
 
@@ -89,7 +108,8 @@ DECODING = Experiment(
     claim="A key/value cache grows with every token and is read whole for the next (N D numbers); a recurrent state stays at "
     "D² / heads numbers whatever the length; a hybrid grows slowly.",
     method=f"Width {_WIDTH}, {_LAYERS} layers, batch 1, fp32, one thread: a cache is filled with N tokens, then single tokens "
-    "are timed (median). Lines in the memory plot are the configuration's formula, points what the cache holds.",
+    "are timed (median). Lines in the memory plot are the configuration's formula, points what the cache holds; dotted lines "
+    "in the time plot are the time of reading the weights in use and that memory once, at a rate measured in the same run.",
     points=lambda budget: [
         Point(f"{rung}, {context} tokens", decode, {"rung": rung, "context": context, "steps": steps, "seed": 0})
         for contexts, steps in [

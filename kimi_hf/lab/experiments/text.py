@@ -273,7 +273,7 @@ def _equal_size(rung: str, width: int) -> dict[str, Any]:
         return {"intermediate_size": _eights(7 * width / 3)}
     if rung == "kimi-linear":
         experts = {"num_experts": 8, "num_experts_per_token": 2, "num_shared_experts": 1}
-        return {**experts, "intermediate_size": _eights(8 * width / 3), "moe_intermediate_size": _eights(8 * width / 9)}
+        return {**experts, "intermediate_size": _eights(8 * width / 3), "moe_intermediate_size": _eights(3 * width / 4)}
     if rung == "kimi-k3":
         experts = {"num_experts": 8, "num_experts_per_token": 4, "num_shared_experts": 1}
         return {**experts, "intermediate_size": _eights(7 * width / 3), "moe_intermediate_size": _eights(2 * width / 3)}
