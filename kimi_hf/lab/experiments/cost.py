@@ -98,7 +98,8 @@ def _draw_decoding(results: Results):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
     label(axes[0], "Memory of a sequence (lines: theory)", "tokens of context", "MiB kept, fp32")
-    label(axes[1], "Time of one more token (dots: reading it all once)", "tokens of context", "milliseconds, one thread", legend=False)
+    title = "Time of one more token (dots: reading it all once)"
+    label(axes[1], title, "tokens of context", "milliseconds, one thread", legend=False)
     return figure
 
 
