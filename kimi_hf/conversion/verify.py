@@ -202,6 +202,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.second is None:
+        if args.first.suffix == ".pt":
+            raise CheckpointError(f"{args.first} is a nanoGPT checkpoint, which has no config.json; name a second one")
         vision = False if args.text_only else None
         view, lines = verify_config(args.first, args.deep, not args.any_float, vision)
         for line in lines:

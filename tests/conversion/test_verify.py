@@ -15,6 +15,7 @@ from kimi_hf.conversion.info import describe_folder, stored_parts
 from kimi_hf.conversion.make_tiny import make_tiny, shrink_config
 from kimi_hf.conversion.slice import slice_checkpoint
 from kimi_hf.conversion.verify import compare, verify_config
+from kimi_hf.errors import CheckpointError
 
 from .helpers import command, copy_checkpoint, edit_tensors
 
@@ -159,3 +160,8 @@ def test_nan_is_told(goldens, tmp_path):
     other = copy_checkpoint(source, tmp_path / "b")
     edit_tensors(other, lambda t: t["lm_head.weight"][0, 0].fill_(torch.nan))
     assert "lm_head.weight[0, 0]" in compare(source, other).differences[0]
+
+
+def test_a_nanogpt_file_alone_has_nothing_to_be_held_to(goldens):
+    with pytest.raises(CheckpointError, match="name a second one"):
+        command(verify_module, goldens("nanogpt_tiny/golden.safetensors").parent / "ckpt.pt")
