@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ..errors import CacheError
 from .sequence import padded_layout
-from .token_store import TokenStore, decode, encode, held_bytes
+from .token_store import TokenStore, decode, encode, held_bytes, out_of_inference_mode
 
 # How many of the newest tokens a recurrent layer can take back while it records, unless told otherwise.
 ROLLBACK_TOKENS = 64
@@ -307,6 +307,9 @@ class DeltaStateLayer(LinearAttentionLayer):
         """(window, state) as they stand, None before the first token."""
         if not self.has_previous_state[0]:
             return None, None
+        for states in (self.conv_states, self.recurrent_states):
+            if states[0] is not None:
+                states[0] = out_of_inference_mode(states[0])
         return self.conv_states[0], self.recurrent_states[0]
 
     def _keep(self, window: Tensor | None, state: Tensor) -> None:

@@ -111,13 +111,76 @@ class KimiGenerationMixin:
 
     def _get_candidate_generator(self, generation_config, *args, **kwargs):
         """transformers' candidate generator; recurrent layers are told how long its drafts can get."""
-        generator = GenerationMixin._get_candidate_generator(self, generation_config, *args, **kwargs)
-        cache = kwargs.get("model_kwargs", {}).get("past_key_values")
+        settings = dict(kwargs.pop("model_kwargs", {}))
+        settings.pop("cached_tokens", None)  # says nothing about the assistant's cache
+        generator = GenerationMixin._get_candidate_generator(
+            self, generation_config, *args, model_kwargs=settings, **kwargs
+        )
+        cache = settings.get("past_key_values")
         if isinstance(cache, KimiCache):
             tokens = getattr(generator, "num_assistant_tokens", None) or getattr(generator, "num_output_tokens", 0)
             longest = _longest_draft(tokens, getattr(generator, "assistant_generation_config", None))
             cache.keep_rollback(max(cache.rollback_tokens, longest))
         return generator
+
+    def _prefill(self, input_ids: Tensor, generation_config, model_kwargs: dict[str, Any], *args, **kwargs):
+        """transformers' first forward, refused when the cache already holds all that was given."""
+        embeds = model_kwargs.get("inputs_embeds")
+        whole = input_ids if embeds is None else embeds
+        if embeds is not None or _mask_length(model_kwargs, generation_config) == input_ids.shape[1]:
+            _check_something_new(model_kwargs.get("past_key_values"), whole.shape[1])
+        return GenerationMixin._prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _assisted_decoding(self, input_ids: Tensor, *args, generation_config: GenerationConfig, **model_kwargs):
+        """transformers' assisted decoding, which needs the whole sequence as token ids."""
+        if model_kwargs.get("inputs_embeds") is not None:
+            # Its first forward would take the embeddings without the draft, and judge the draft by other logits.
+            raise CacheError(
+                "assisted decoding and prompt lookup need the prompt as input_ids alone; drop inputs_embeds"
+            )
+        cache = model_kwargs.get("past_key_values")
+        held, given = int(cached_length(cache)), input_ids.shape[1]
+        covered = _mask_length(model_kwargs, generation_config)
+        if held and covered not in (-1, given):
+            raise CacheError(
+                f"input_ids have {given} tokens and attention_mask {covered}, with {held} cached; assisted decoding goes on "
+                "from a cache when both cover the whole sequence, cached tokens included"
+            )
+        _check_something_new(cache, given)
+        if held:
+            model_kwargs["cached_tokens"] = held
+        return GenerationMixin._assisted_decoding(
+            self, input_ids, *args, generation_config=generation_config, **model_kwargs
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values=None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        cached_tokens: int | None = None,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """transformers' inputs of one step.
+
+        `cached_tokens`, how many tokens were cached when assisted decoding began, is ours: its first step would feed
+        them a second time.
+        """
+        if cached_tokens is not None and is_first_iteration and next_sequence_length is None:
+            next_sequence_length = input_ids.shape[1] - cached_tokens
+        return GenerationMixin.prepare_inputs_for_generation(
+            self,
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
 
     def generate_batch(self, *args, **kwargs):
         """Continuous batching is refused: it has pages for keys and values only.
@@ -134,6 +197,23 @@ class KimiGenerationMixin:
     def continuous_batching_context_manager(self, *args, **kwargs):
         """See `generate_batch`."""
         raise CacheError(f"continuous_batching_context_manager: {_PAGED}")
+
+
+def _mask_length(model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int:
+    """Columns of the mask that `generate` was given, or made, also when it dropped one of ones only; -1 without any."""
+    mask = model_kwargs.get("attention_mask")
+    return mask.shape[1] if isinstance(mask, Tensor) else getattr(generation_config, "_mask_length", -1)
+
+
+def _check_something_new(cache, given: int) -> None:
+    """Raise if a sequence of `given` tokens adds nothing to `cache`; transformers would then feed tokens twice."""
+    held = cached_length(cache)
+    if held and given <= held:
+        raise CacheError(
+            f"the cache holds {int(held)} tokens and the sequence given has {given}, so there is none to go on from; give "
+            "the whole sequence with at least one new token, or the new tokens with an attention_mask over the whole "
+            "sequence, or crop the cache"
+        )
 
 
 def _longest_draft(tokens: float | None, settings) -> int:

@@ -353,7 +353,7 @@ def _starts_from_index(seq_idx: Tensor, batch: int, length: int) -> Tensor:
 
 def _starts_from_positions(position_ids: Tensor, batch: int, length: int, real: Tensor | None) -> Tensor | None:
     """Restarts of `position_ids`, or None if they never restart. Steps into or out of padding do not count."""
-    if position_ids.ndim != 2 or position_ids.shape[1] != length:
+    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
         raise ShapeError(f"position_ids has shape {tuple(position_ids.shape)}, expected ({batch}, {length})")
     step = position_ids[:, 1:] - position_ids[:, :-1]
     broken = step != 1

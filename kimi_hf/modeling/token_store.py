@@ -25,6 +25,11 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+def out_of_inference_mode(x: Tensor) -> Tensor:
+    """`x`, or a copy if it was made under `torch.inference_mode` and that has ended: it could not be written or saved."""
+    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+
+
 class TokenStore:
     """Tensors (B, heads, S, width_i) that grow together along S.
 
@@ -60,11 +65,15 @@ class TokenStore:
             return
         length = self.length
         total = length + new[0].shape[2]
-        if self._buffers is None or self._buffers[0].shape[2] < total or length < self._protected:
+        if not self._writable() or self._buffers[0].shape[2] < total or length < self._protected:
             self._grow(total)
         for buffer, x in zip(self._buffers, new, strict=True):
             buffer[:, :, length:total] = x
         self.views = [buffer[:, :, :total] for buffer in self._buffers]
+
+    def _writable(self) -> bool:
+        """Whether there are buffers, and none that only `torch.inference_mode` may write."""
+        return self._buffers is not None and (torch.is_inference_mode_enabled() or not self._buffers[0].is_inference())
 
     def _grow(self, total: int) -> None:
         """Move to buffers of our own with room for `total` tokens at least."""

@@ -439,3 +439,27 @@ def test_8_bit_caches_fork_crop_and_reorder(k3):
     cache.batch_select_indices(torch.tensor([1, 0]))
     for each in (kept, cache):
         torch.testing.assert_close(_next(k3, each), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
+def test_a_cache_leaves_inference_mode(model, recording):
+    """What was made under it can neither be written nor saved for a backward pass once it has ended."""
+    x = ids()
+    expected = model(x, use_cache=False).logits.detach()
+    cache = KimiCache(model.config)
+    if recording:
+        cache.activate_past_recording()
+    with torch.inference_mode():
+        model(x[:, :5], past_key_values=cache)
+        model(x[:, 5:6], past_key_values=cache)
+        watched = cache.fork()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x[:, 6:7], past_key_values=cache).logits, expected[:, 6:7], **NEAR)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x[:, 7:8], past_key_values=cache).logits, expected[:, 7:8], **NEAR)
+    for some in (cache, watched):
+        rest = x[:, some.get_seq_length() :]
+        out = model(rest, past_key_values=some).logits
+        torch.testing.assert_close(out.detach(), expected[:, -rest.shape[1] :], **NEAR)
+        out.sum().backward()
+    model.zero_grad()

@@ -162,3 +162,9 @@ def test_a_mask_between_two_lengths_is_refused(hybrid_or_recurrent):
     cache = hybrid_or_recurrent(ids(2, 9), use_cache=True).past_key_values
     with pytest.raises(ShapeError, match="one column per token"):
         hybrid_or_recurrent(ids(2, 3), attention_mask=torch.ones(2, 7), past_key_values=cache)
+
+
+def test_position_ids_of_other_rows_are_refused(k3):
+    x = ids(1, 6)
+    with pytest.raises(ShapeError, match=r"\(2, 6\), expected \(1, 6\)"):
+        k3(x, position_ids=torch.arange(6).repeat(2, 1))

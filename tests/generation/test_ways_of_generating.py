@@ -213,3 +213,53 @@ def test_contrastive_candidates_share_a_prefix(model):
         after = model(ids(2, 2, seed=9), past_key_values=cache).logits
         expected = model(torch.cat([rows, ids(2, 2, seed=9)], dim=1), use_cache=False).logits[:, -2:]
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("helper", ["lookup", "other"])
+def test_drafts_go_on_from_a_cache(model, helper):
+    """transformers feeds the cached tokens a second time; one new token shows it where the recurrence forgets fast."""
+    options = {"prompt_lookup_num_tokens": 3} if helper == "lookup" else {"assistant_model": build("delta-net", seed=5)}
+    cache = KimiCache(model.config)
+    first = greedy(model, ids(1, 4).repeat(1, 3), past_key_values=cache)
+    for new in (1, NEW):
+        prompt = torch.cat([first, ids(1, 3, seed=new)], dim=1)
+        first = greedy(model, prompt, new, past_key_values=cache, **options)
+        assert torch.equal(first, by_hand(model, prompt, new))
+        assert cache.get_seq_length() == first.shape[1] - 1
+
+
+def test_drafts_that_cannot_go_on_say_so(k3):
+    prompt, cache = ids(1), KimiCache(k3.config)
+    greedy(k3, prompt[:, :6], 1, past_key_values=cache)
+    new, mask = prompt[:, 6:], torch.ones_like(prompt)
+    with pytest.raises(CacheError, match="cover the whole sequence"):
+        greedy(k3, new, past_key_values=cache, attention_mask=mask, prompt_lookup_num_tokens=3)
+    assert torch.equal(
+        greedy(k3, new, past_key_values=cache, attention_mask=mask)[:, -NEW:], by_hand(k3, prompt)[:, -NEW:]
+    )
+    embeds = k3.get_input_embeddings()(prompt).detach()
+    with pytest.raises(CacheError, match="drop inputs_embeds"):
+        k3.generate(prompt, inputs_embeds=embeds, max_new_tokens=NEW, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}, {"prompt_lookup_num_tokens": 3}])
+def test_nothing_new_for_the_cache_is_refused(k3, options):
+    prompt, cache = ids(1), KimiCache(k3.config)
+    greedy(k3, prompt, 1, past_key_values=cache)
+    for shorter in (prompt, prompt[:, :6]):
+        with pytest.raises(CacheError, match="none to go on from"):
+            greedy(k3, shorter, 1, past_key_values=cache, **options)
+    assert cache.get_seq_length() == prompt.shape[1]
+
+
+@torch.no_grad()
+def test_hooks_of_the_latent_expansion_see_latents():
+    """The absorbed form would hand them the weight: a vector they add would be added to that."""
+    model, prompt = build("kimi-linear"), ids(1, 40)
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            module.kv_b_proj.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
+            module.kv_b_proj.register_forward_hook(lambda _, given, out: out + 0.1)
+    expected, cache = model(prompt, use_cache=False).logits, KimiCache(model.config)
+    parts = [model(part, past_key_values=cache).logits for part in (prompt[:, :38], prompt[:, 38:39], prompt[:, 39:])]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)

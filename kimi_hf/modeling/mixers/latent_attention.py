@@ -140,6 +140,8 @@ class MultiHeadLatentAttention(nn.Module):
         """Whether the absorbed form is possible here and costs fewer flops than the direct one."""
         if type(self.kv_b_proj) is not LatentExpansion or self.config._attn_implementation == "eager":
             return False  # an adapter's or quantizer's module has no plain weight; "eager" is asked for its weights
+        if self.kv_b_proj._forward_hooks or self.kv_b_proj._forward_pre_hooks:
+            return False  # they mean the latents that go in and the keys and values that come out
         if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
             return False  # flash and flex attention bring masks of their own kind
         if self.training and self.attention_dropout:
