@@ -109,18 +109,19 @@ def _cut(lines: list[str]) -> list[str]:
     return lines[:SHOWN] + ([f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])
 
 
-def check_after_loading(source, names: Iterable[str], missing: Collection[str]) -> None:
+def check_after_loading(source, names: Iterable[str], missing: Collection[str], *, headed: bool = False) -> None:
     """Raise if transformers reports that a part of a model was loaded in pieces: the same rule once more, from the result.
 
     What the headers promise may still be lost on the way, by a rule for names that another package has registered.
 
     Args:
         source: for the message. names: of all tensors of the model. missing: those that no file held.
+        headed: whether config.json says that this very class was saved, so that its head must be there too.
     Raises:
         CheckpointError: naming the tensors.
     """
     loaded = {_part(name) for name in names if name not in missing}
-    torn = sorted(name for name in missing if _part(name) is not None and _part(name) in loaded)
+    torn = sorted(name for name in missing if (headed if _part(name) is None else _part(name) in loaded))
     if torn:
         more = f" and {len(torn) - SHOWN} more" if len(torn) > SHOWN else ""
         raise CheckpointError(

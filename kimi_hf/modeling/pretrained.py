@@ -84,10 +84,12 @@ class KimiPreTrainedMixin:
         if kwargs.get("quantization_config") is None:
             kwargs.pop("quantization_config", None)
         wants_report = kwargs.pop("output_loading_info", False)
+        from_files = source is not None and kwargs.get("state_dict") is None
         with own_key_maps(), opened_before(source, kwargs), pop_expert_storage(kwargs):
             model, report = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
         if kwargs.get("gguf_file") is None:
-            check_after_loading(source or GIVEN, model.state_dict(), report["missing_keys"])
+            headed = from_files and cls.__name__ in (model.config.architectures or ())
+            check_after_loading(source or GIVEN, model.state_dict(), report["missing_keys"], headed=headed)
         for module in model.modules():
             if isinstance(module, DecoderLayer):
                 module.residual.freeze_unread(module)

@@ -160,9 +160,9 @@ def test_unknown_tensors_are_reported_with_their_file(damaged, caplog):
         assert f"unexpected: {name} F32 [2] in model.safetensors has no place in this model" in caplog.text
 
 
-def test_a_missing_head_is_reported(damaged):
-    model, report = _load(damaged(tensors=lambda stored: stored.pop("lm_head.weight")), output_loading_info=True)
-    assert report["missing_keys"] == {"lm_head.weight"}
+def test_a_missing_head_is_refused_where_the_model_with_the_head_was_saved(damaged):
+    with pytest.raises(CheckpointError, match=r"holds no lm_head\.weight, which would be random"):
+        _load(damaged(tensors=lambda stored: stored.pop("lm_head.weight")))
 
 
 def test_a_text_checkpoint_is_no_multimodal_model():
