@@ -242,6 +242,8 @@ def _full_mask(mask: Tensor | None, cache, past: int | Tensor, batch: int, lengt
             f"attention_mask has shape {tuple(mask.shape)}, but the input has {batch} rows of {length} tokens; give one "
             "column per token, cached ones included"
         )
+    if mask is not None:
+        _check_ones_and_zeros(mask)
     remembers = hasattr(cache, "padding_mask")
     known = cache.padding_mask if remembers else None
     if isinstance(past, int) and past:
@@ -262,6 +264,17 @@ def _full_mask(mask: Tensor | None, cache, past: int | Tensor, batch: int, lengt
     if remembers:
         cache.remember_padding(mask)
     return mask
+
+
+def _check_ones_and_zeros(mask: Tensor) -> None:
+    """Refuse a mask that numbers documents; on an accelerator the question would wait for the device."""
+    if mask.dtype == torch.bool or mask.device.type != "cpu" or is_torchdynamo_compiling():
+        return
+    if mask.numel() and bool(((mask != 0) & (mask != 1)).any()):
+        raise ShapeError(
+            f"attention_mask holds values from {mask.min().item()} to {mask.max().item()}; give 1 for real tokens and 0 for "
+            "padding. Documents packed into one row are told by position_ids that restart, cu_seq_lens_q/k or seq_idx"
+        )
 
 
 def padded_layout(mask: Tensor | None, length: int) -> PaddedRows | None:

@@ -169,3 +169,9 @@ def test_a_longer_mask_counts_from_its_end():
 def test_a_mask_that_does_not_fit_is_refused(shape):
     with pytest.raises(ShapeError, match="attention_mask"):
         slow_model(KIMI_LINEAR)(_rows()[1], attention_mask=torch.ones(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 1, 2, 2, 2, 2, 2], [0, 0, -1, 1, 1, 1, 1, 1], [0.5] * 8])
+def test_a_mask_that_numbers_documents_is_refused(mask):
+    with pytest.raises(ShapeError, match="1 for real tokens and 0 for padding.*seq_idx"):
+        slow_model(KIMI_LINEAR)(_rows()[1], attention_mask=torch.tensor([mask]))
