@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..errors import ConfigError
-from .checks import dtype
+from .checks import class_names, dtype
 
 # Written by transformers for its own bookkeeping; never part of what a user gave.
 _BOOKKEEPING = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "torch_dtype")
@@ -76,6 +76,7 @@ class ReleasedSchemaConfig(PreTrainedConfig):
     def check(self) -> None:
         """Raise `ConfigError` if a field contradicts another or names something that does not exist."""
         dtype("dtype", self.dtype)
+        class_names("architectures", self.architectures)
 
     def _fill(self) -> None:
         """Give every field that follows from others its value, and raise `ConfigError` where that cannot be told."""

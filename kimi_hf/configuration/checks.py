@@ -142,6 +142,12 @@ def special_tokens(config: Any, vocab_size: int | None = None) -> None:
         )
 
 
+def class_names(name: str, value: Any) -> None:
+    """None, or a list of strings."""
+    if value is not None and not (isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)):
+        raise ConfigError(f"{name} must be a list of class names or null, got {value!r}")
+
+
 def dtype(name: str, value: Any) -> None:
     """None, a name, or torch's own object."""
     own = type(value).__module__ == "torch" and type(value).__name__ == "dtype"  # without importing torch

@@ -165,6 +165,8 @@ MORE = [
         "linear_attn_config.full_attn_layers must be a list of integers",
     ),
     ({"dtype": "zork"}, "dtype must be one of"),
+    ({"architectures": "KimiLinearForCausalLM"}, "architectures must be a list of class names or null, got 'Kimi"),
+    ({"architectures": [1]}, "architectures must be a list"),
     ({"torch_dtype": "zork"}, "torch_dtype must be one of"),
     ({"num_hidden_layers": 10**6}, "num_hidden_layers must be an integer of at most 100000"),
 ]
