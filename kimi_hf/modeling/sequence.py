@@ -343,6 +343,11 @@ def _row_starts(batch: int, length: int, device: torch.device) -> Tensor:
 
 
 def _starts_from_lengths(name: str, cumulative: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
+    if cumulative.is_floating_point() or cumulative.numel() != cumulative.shape[-1]:
+        raise ShapeError(
+            f"{name} is {cumulative.dtype} of shape {tuple(cumulative.shape)}; give one row of whole numbers, the cumulative "
+            "lengths of the documents in this batch"
+        )
     bounds = cumulative.to(device=device, dtype=torch.long).reshape(-1)
     total = batch * length
     ordered = bool((bounds[1:] >= bounds[:-1]).all()) if bounds.numel() > 1 else False
@@ -359,6 +364,11 @@ def _starts_from_lengths(name: str, cumulative: Tensor, batch: int, length: int,
 def _starts_from_index(seq_idx: Tensor, batch: int, length: int) -> Tensor:
     if seq_idx.shape != (batch, length):
         raise ShapeError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected one number per token, {(batch, length)}")
+    if seq_idx.is_floating_point() or bool((seq_idx[:, 1:] < seq_idx[:, :-1]).any()) or bool((seq_idx[:, 0] < 0).any()):
+        raise ShapeError(
+            "seq_idx must number the documents of each row in order, whole numbers from 0 up; padding belongs into "
+            f"attention_mask. Got {seq_idx.dtype}, first row {seq_idx[0].tolist()[:16]}"
+        )
     starts = _row_starts(batch, length, seq_idx.device)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return starts
@@ -372,6 +382,9 @@ def _starts_from_positions(position_ids: Tensor, batch: int, length: int, real: 
     broken = step != 1
     if real is not None:
         broken = broken & real[:, 1:] & real[:, :-1]
+    below = position_ids < 0 if real is None else (position_ids < 0) & real
+    if bool(below.any()):
+        raise ShapeError(f"position_ids go down to {int(position_ids.min())}; positions count from 0")
     if not bool(broken.any()):
         return None
     astray = broken & (position_ids[:, 1:] != 0)
