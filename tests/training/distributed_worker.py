@@ -61,7 +61,7 @@ def loop(model, rows=slice(None), copies=1):
     return losses
 
 
-def through_trainer(folder, name, **arguments):
+def through_trainer(folder, name, resume=None, **arguments):
     """Three steps of a Trainer with router balance; a batch of four rows over all processes, labels masked unevenly."""
     model = load(folder)
     data = []
@@ -85,7 +85,7 @@ def through_trainer(folder, name, **arguments):
     if settings.fsdp:
         allow_fsdp_on_cpu(settings)
     trainer = Trainer(model=model, args=settings, train_dataset=data, callbacks=[RouterBalanceCallback()])
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return trainer, {
         "losses": [entry["loss"] for entry in logs],
@@ -125,11 +125,12 @@ def run_ddp(folder):
 
 
 def run_accelerate(folder):
-    """FSDP2 through accelerate: a sharded checkpoint as the Trainer writes it, and the weights gathered and saved whole."""
-    config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
-    trainer, result = through_trainer(
-        folder, "accelerate", ddp_backend="gloo", fsdp=True, fsdp_config=config, save_strategy="steps", save_steps=STEPS
-    )
+    """FSDP2 through accelerate: stopped and resumed by sharded checkpoints, the weights gathered and saved whole."""
+    settings = {"ddp_backend": "gloo", "fsdp": True, "save_strategy": "steps", "save_steps": 1}
+    settings["fsdp_config"] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    through_trainer(folder, "accelerate", max_steps=STEPS - 1, **settings)
+    stopped = str(Path(folder, "accelerate", f"checkpoint-{STEPS - 1}"))
+    trainer, result = through_trainer(folder, "accelerate", stopped, **settings)
     model, whole = trainer.model, trainer.accelerator.get_state_dict(trainer.model)
     result["sharded"] = sum(isinstance(p, DTensor) for p in model.parameters())
     result["wrapped"] = [base.__name__ for base in type(trainer.model_wrapped).__mro__]
